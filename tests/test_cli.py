@@ -1,0 +1,145 @@
+"""The commands as a user runs them: as processes, with their files, their errors and Ctrl-C."""
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+
+from autowzry_agent.buffer import TrainingBuffer
+from autowzry_agent.config import Config, default_config_path
+from autowzry_agent.model import load_model
+from autowzry_agent.trainer import History, read_checkpoint
+
+COMMANDS = "autowzry_train", "autowzry_record", "autowzry_import", "autowzry_evaluate"
+
+
+# Every warning is an error, but for those of two libraries that open their own files without an encoding.
+STRICT = {**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONWARNDEFAULTENCODING": "1", "PYTHONWARNINGS": "error,ignore::EncodingWarning:matplotlib.font_manager,ignore::EncodingWarning:ale_py.roms"}
+
+
+def command(name, *args):
+    "A console command, as it is installed beside this Python."
+    return [shutil.which(name, path=sysconfig.get_path("scripts")), *map(str, args)]
+
+
+def run(name, *args, cwd=None, code=0):
+    "Run a command to its end and return what it printed."
+    done = subprocess.run(command(name, *args), cwd=cwd, capture_output=True, text=True, encoding="utf-8", env=STRICT)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    "A folder with a space and Chinese in its name, in it a small buffer and settings for a run of seconds."
+    place = tmp_path_factory.mktemp("我的 对局")
+    run("autowzry_record", "battles", "--episodes", 10, cwd=place)
+    Config.from_yaml(default_config_path("lane")).replace(steps_per_epoch=3, batch_size=4, num_epochs=2).save_yaml(place / "设置.yaml")
+    return place
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_explains_every_option(name):
+    told = run(name, "--help")
+    options = re.findall(r"^  (?:-h, )?--(\w+)", told, flags=re.M)
+    assert options and all("_" not in option and "-" not in option for option in options)
+    for line in re.split(r"\n(?=  \S)", told.split("options:")[1]):
+        if line.strip(): assert re.search(r"\S\s{2,}\S|\n\s+\S", line.strip()), f"not explained: {line}"
+
+
+def test_train_on_a_buffer_writes_the_run_folder(place):
+    told = run("autowzry_train", "--buffer", "battles", "--config", "设置.yaml", "--battles", 4, "--out", "结果 1", cwd=place)
+    folder = place / "结果 1"
+    assert {file.name for file in folder.iterdir()} == {"config.yaml", "run.json", "checkpoint.pt", "model_best.pt", "model_last.pt", "history.csv", "history.json", "curves.png"}
+    assert "[Trainer] Init" in told and re.search(r"^  Epoch 1/2, Avg Loss: \d+\.\d{4}", told, flags=re.M)
+    for who in ("Random policy", "Recorded player", "Trained policy"): assert re.search(rf"^{who}: \d+\.\d% wins$", told, flags=re.M)
+    assert load_model(folder / "model_best.pt").mode == "mini" and len(History.load(folder).loss) == 6
+    assert Config.from_yaml(folder / "config.yaml").steps_per_epoch == 3
+
+
+def test_options_win_over_the_settings_file(place):
+    run("autowzry_train", "--buffer", "battles", "--config", "设置.yaml", "--epochs", 1, "--amp", "false", "--seed", 7, "--device", "cpu", "--battles", 1, "--out", "options", cwd=place)
+    config = Config.from_yaml(place / "options" / "config.yaml")
+    assert (config.num_epochs, config.use_amp, config.seed, config.device) == (1, False, 7, "cpu")
+
+
+def test_resume_goes_on_from_the_checkpoint(place):
+    run("autowzry_train", "--buffer", "battles", "--config", "设置.yaml", "--battles", 1, "--out", "run", cwd=place)
+    told = run("autowzry_train", "--resume", "run", "--epochs", 3, "--battles", 1, cwd=place)
+    assert "[Trainer] Resumed after epoch 2" in told and "num_epochs: 2 in the checkpoint, 3 in the config" in told
+    assert len(History.load(place / "run").epoch_loss) == 3
+
+
+def test_a_run_is_not_written_over(place):
+    run("autowzry_train", "--buffer", "battles", "--config", "设置.yaml", "--epochs", 1, "--battles", 1, "--out", "kept", cwd=place)
+    before = (place / "kept" / "checkpoint.pt").read_bytes()
+    told = run("autowzry_train", "--buffer", "battles", "--out", "kept", cwd=place, code=1)
+    assert "holds a run already" in told and (place / "kept" / "checkpoint.pt").read_bytes() == before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a signal that is Ctrl-C to one process alone does not exist on Windows")
+def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_resume(place):
+    process = subprocess.Popen(command("autowzry_train", "--buffer", "battles", "--config", "设置.yaml", "--epochs", 100000, "--battles", 1, "--out", "long run"), cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8", env=STRICT)
+    checkpoint = place / "long run" / "checkpoint.pt"
+    while process.poll() is None and not (checkpoint.exists() and read_checkpoint(checkpoint)["epoch"] > 2): time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    told = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, told
+    assert 'autowzry_train --resume "long run"' in told and "Traceback" not in told
+    reached = read_checkpoint(checkpoint)["epoch"]
+    assert f"holds epoch {reached} of 100000" in told
+    run("autowzry_train", "--resume", "long run", "--epochs", reached + 1, "--battles", 1, cwd=place)
+    assert len(History.load(place / "long run").epoch_loss) == reached + 1
+
+
+@pytest.mark.parametrize("name, args, told", [
+    ("autowzry_train", ["--config", "nothing.yaml"], "nothing.yaml"),
+    ("autowzry_train", ["--buffer", "nothing"], "nothing"),
+    ("autowzry_train", ["--buffer", "battles", "--mode", "tiny"], "mini, full or high"),
+    ("autowzry_train", ["--buffer", "battles", "--amp", "maybe"], "auto, true and false"),
+    ("autowzry_train", ["--buffer", "battles", "--device", "cuda:77"], "cuda:77"),
+    ("autowzry_train", ["--buffer", "battles", "--epochs", "0"], "num_epochs"),
+    ("autowzry_train", ["--buffer", "battles", "--config", default_config_path("agent")], "(3, 84, 84)"),
+    ("autowzry_train", ["--resume", "nothing"], "holds no run"),
+    ("autowzry_record", ["out", "--env", "ALE/Pongg-v5"], "Pong"),
+    ("autowzry_record", ["out", "--env", "CartPole-v1"], "pictures"),
+    ("autowzry_record", ["out", "--steps", "0"], "steps"),
+    ("autowzry_record", ["out", "--size", "big"], "84x84"),
+    ("autowzry_import", ["nothing", "out"], "nothing"),
+    ("autowzry_evaluate", ["nothing.pt"], "nothing.pt"),
+])
+def test_an_error_is_one_line(place, name, args, told):
+    error = run(name, *args, cwd=place, code=1)
+    assert told in error and error.startswith(f"{name}: ") and error.count("\n") == 1, error
+    assert not (place / "out").exists()
+
+
+def test_an_unknown_option_is_told(place):
+    assert "--epoch5" in run("autowzry_train", "--epoch5", "5", cwd=place, code=2)
+
+
+def test_record_and_train_on_atari_frames(tmp_path):
+    pytest.importorskip("ale_py", reason="ale-py is not installed")
+    run("autowzry_record", "--env", "ALE/Pong-v5", "--steps", 60, "pong", cwd=tmp_path)
+    buffer = TrainingBuffer.load(tmp_path / "pong")
+    assert (len(buffer), buffer.num_actions, buffer.frame_shape, buffer.source) == (60, 6, (3, 84, 84), "ALE/Pong-v5")
+    assert buffer.frames.std() > 10
+    told = run("autowzry_train", "--buffer", "pong", "--epochs", 1, "--mode", "mini", "--battles", 1, "--out", "run", cwd=tmp_path)
+    assert "Trained policy" in told
+    assert load_model(tmp_path / "run" / "model_last.pt").num_actions == 6
+
+
+def test_the_demo_learns_to_win(tmp_path):
+    "The main job: record, train by lane.config.yaml, evaluate over 200 battles each."
+    told = run("autowzry_train", "--out", "run", cwd=tmp_path)
+    rates = {who: float(re.search(rf"^{who}: (\d+\.\d)% wins$", told, flags=re.M)[1]) for who in ("Random policy", "Recorded player", "Trained policy")}
+    assert rates["Random policy"] <= 5 and rates["Recorded player"] <= 50 and rates["Trained policy"] >= 85, rates
+    if sys.platform == "linux":
+        import resource
+        assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2 * 2**20  # in KiB: 2 GB
