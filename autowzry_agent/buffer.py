@@ -17,6 +17,8 @@ from PIL import Image
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
+from .config import replace_file
+
 # %% ../nbs/02_buffer.ipynb #error
 class BufferDataError(ValueError):
     "Recorded data that cannot be used: says what is wrong, where, and what is allowed."
@@ -434,7 +436,7 @@ def save(self:TrainingBuffer,
         _write_file(folder/meta['steps_file'], _npy_pieces(steps))
         _write_file(folder/f'buffer-{token}.json', [text])
         _sync_folder(folder)
-        os.replace(folder/f'buffer-{token}.json', folder/'buffer.json')
+        replace_file(folder/f'buffer-{token}.json', folder/'buffer.json')
         _sync_folder(folder)
     except OSError as error:
         raise BufferDataError(f'the buffer ({_megabytes(frames.nbytes)}) could not be saved to {folder}: {error}; '

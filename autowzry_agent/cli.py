@@ -9,20 +9,23 @@ __all__ = ['RECORDED_STEPS', 'CommandError', 'autowzry_record', 'autowzry_import
 import contextlib
 import json
 import os
+import shlex
+import shutil
+import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
 
 import numpy as np
+import psutil
 from fastcore.script import call_parse
 
 from .buffer import BufferDataError, TrainingBuffer
-from .config import Config, ConfigError, default_config_path
-from .environment import LANE_ID, EnvironmentSetupError, evaluate, make_env, random_policy, record, scripted_policy
-from .environment import model_policy
+from .config import Config, ConfigError, default_config_path, replacing
+from .environment import LANE_ID, EnvironmentSetupError, evaluate, make_env, model_policy, random_policy, record, scripted_policy
 from .model import ModelFileError, load_model, save_model
 from .monitor import plot_history
-from .trainer import HistoryFileError, Trainer, read_checkpoint
+from .trainer import HistoryFileError, Trainer, read_checkpoint, resolve_device
 
 # %% ../nbs/08_cli.ipynb #command-error
 class CommandError(ValueError):
@@ -35,6 +38,8 @@ _TOLD = CommandError, ConfigError, BufferDataError, ModelFileError, HistoryFileE
 @contextlib.contextmanager
 def _one_line_errors(command):
     "A mistake of the user's ends a command with one line; a mistake of ours keeps its traceback."
+    for stream in (sys.stdout, sys.stderr):  # a console that lacks a sign gets an escape in its place
+        if hasattr(stream, 'reconfigure'): stream.reconfigure(errors='backslashreplace')
     try: yield
     except _TOLD as error: sys.exit(f'{command}: {" ".join(str(error).split())}')
     except KeyboardInterrupt:
@@ -51,6 +56,12 @@ def _frame_shape(size, env_id):
     return 3, sides[0], sides[-1]
 
 
+def _at_least(least, **options):
+    "Refuse numbers that are too small, by the names of their options."
+    for name, value in options.items():
+        if value is not None and value < least: raise CommandError(f'--{name} is {value}; allowed are whole numbers from {least} on')
+
+
 def _amp(text):
     "What `--amp` means for a config's `use_amp`."
     meanings = {'auto': None, 'true': True, 'false': False}
@@ -64,7 +75,9 @@ def _policy(name, env, env_id, seed):
     if name == 'random': return random_policy(int(env.action_space.n), seed)
     if name == 'scripted': return scripted_policy(seed=seed)
     if not Path(name).exists(): raise CommandError(f'--policy is {name!r}; allowed are random, scripted (on {LANE_ID}), or the file or run folder of a trained model')
-    return model_policy(_trained_model(name))
+    model = _trained_model(name)
+    if model.num_actions != env.action_space.n: raise CommandError(f'--policy {name}: this model chooses among {model.num_actions} actions, {env_id} has {env.action_space.n}')
+    return model_policy(model)
 
 
 def _trained_model(path):
@@ -89,13 +102,15 @@ def autowzry_record(
 ):
     "Let a player play and keep what happened as a buffer."
     with _one_line_errors('autowzry_record'):
+        _at_least(1, steps=steps, episodes=episodes)
+        _at_least(0, seed=seed)
         _refuse_other_folder(out)
         if steps is None and episodes is None: steps = RECORDED_STEPS
         with contextlib.closing(make_env(env)) as world:
             buffer = record(world, _policy(policy, world, env, seed), steps, episodes, _frame_shape(size, env), seed)
         buffer.save(out)
         print(f'{out}: {len(buffer):,} transitions in {len(buffer.battles):,} battles of {env}, frames of {"×".join(map(str, buffer.frame_shape))}')
-        print(f'Train on it: autowzry_train --buffer {_quoted(out)}')
+        print(f'Train on it: {_command("autowzry_train")} --buffer {_quoted(out)}')
 
 # %% ../nbs/08_cli.ipynb #record-helpers
 RECORDED_STEPS = 20_000
@@ -109,8 +124,14 @@ def _refuse_other_folder(out):
 
 
 def _quoted(path):
-    "A path as one types it."
-    return f'"{path}"' if ' ' in str(path) else str(path)
+    "A path as one types it in this system's shell."
+    return subprocess.list2cmdline([str(path)]) if os.name == 'nt' else shlex.quote(str(path))
+
+
+def _command(name):
+    "A command as one types it: by its name where the shell finds it, else with the folder of the command that runs now."
+    beside = Path(sys.argv[0]).with_name(name)
+    return name if shutil.which(name) or not Path(sys.argv[0]).name.startswith('autowzry') else _quoted(beside)
 
 # %% ../nbs/08_cli.ipynb #autowzry-import
 @call_parse
@@ -122,11 +143,12 @@ def autowzry_import(
 ):
     "Make a buffer of recorded screenshots."
     with _one_line_errors('autowzry_import'):
+        _at_least(1, actions=actions)
         _refuse_other_folder(out)
         buffer = TrainingBuffer.from_images(screenshots, _frame_shape(size, None), actions)
         buffer.save(out)
         print(f'{out}: {len(buffer):,} transitions in {len(buffer.battles):,} battles, frames of {"×".join(map(str, buffer.frame_shape))}')
-        print(f'Train on it: autowzry_train --buffer {_quoted(out)}')
+        print(f'Train on it: {_command("autowzry_train")} --buffer {_quoted(out)}')
 
 # %% ../nbs/08_cli.ipynb #run-config
 def _run_config(config, buffer, mode, amp, epochs, device, seed):
@@ -148,25 +170,28 @@ def autowzry_train(
     epochs: int = None,  # epochs to train
     device: str = None,  # auto, cpu, cuda or cuda:N
     seed: int = None,  # seed of the recording, the model and the order of the batches
-    battles: int = None,  # battles for the win rates at the end; 200 in the built-in battle, 4 elsewhere
+    battles: int = None,  # battles for the win rates at the end, and a quarter as many for each evaluation while training; 200 in the built-in battle, 4 elsewhere
     out: str = None,  # folder for the run; without it runs/ and the date and time
     resume: str = None,  # folder of a run to go on with; takes settings and buffer from there
 ):
     "Train a model on recorded battles and say how well it plays."
     with _one_line_errors('autowzry_train'):
+        _at_least(1, epochs=epochs, battles=battles)
+        _at_least(0, seed=seed)
         run = _resumed_run(resume, config, buffer, out) if resume else _new_run(config, buffer, out)
-        held = TrainingBuffer.load(run['buffer'], mmap=False) if run['buffer'] else None
+        held = _load_buffer(run['buffer']) if run['buffer'] else None
         settings = _run_config(run['config'], held, mode, amp, epochs, device, seed)
-        if held is None: held = _record_lane(settings)
-        held.check(settings)
-        _train_run(Path(run['out']), run, settings, held, battles, resume)
+        resolve_device(settings.device)  # before a recording, not after
+        if held is None: held = _record_lane(settings, run.setdefault('seed', settings.seed))
+        run['battles'] = battles or run.get('battles') or (200 if held.source == LANE_ID else 4)
+        _train_run(Path(run['out']), run, settings, held, resume)
 
 # %% ../nbs/08_cli.ipynb #runs
 def _new_run(config, buffer, out):
     "Where a new run lives; a folder that holds a run is not written over."
     out = out or str(Path('runs') / datetime.now().strftime('%Y-%m-%d_%H-%M-%S'))
     if Path(out).is_file(): raise CommandError(f'--out: {out} is a file; give a folder')
-    if (Path(out) / 'run.json').exists(): raise CommandError(f'--out: {out} holds a run already; give another folder, or go on with it by --resume {_quoted(out)}')
+    if (Path(out) / 'checkpoint.pt').exists(): raise CommandError(f'--out: {out} holds a run already; give another folder, or go on with it by --resume {_quoted(out)}')
     return {'out': out, 'config': config, 'buffer': buffer and os.path.abspath(buffer)}
 
 
@@ -176,32 +201,42 @@ def _resumed_run(folder, config, buffer, out):
     if clash: raise CommandError(f'--resume takes settings, buffer and folder from the run; leave out {" and ".join(clash)}')
     try: run = json.loads((Path(folder) / 'run.json').read_text(encoding='utf-8'))
     except (OSError, ValueError) as error: raise CommandError(f'--resume: {folder} holds no run that can be read (run.json: {error})') from error
+    if not isinstance(run, dict) or 'buffer' not in run: raise CommandError(f'--resume: {folder} holds no run that can be read (run.json does not name a buffer)')
     if not (Path(folder) / 'checkpoint.pt').exists(): raise CommandError(f'--resume: {folder} has no checkpoint.pt: the run ended before its training began; start it anew')
     return {**run, 'out': folder, 'config': str(Path(folder) / 'config.yaml')}
 
 
-def _record_lane(settings):
+def _load_buffer(folder):
+    "A buffer in memory, or memory-mapped where it would fill more than half of what is free."
+    size, free = sum(file.stat().st_size for file in Path(folder).glob('frames-*.npy')), psutil.virtual_memory().available
+    if size <= free / 2: return TrainingBuffer.load(folder)
+    print(f'{folder} takes {size / 1e9:.1f} GB and {free / 1e9:.1f} GB of memory are free: it is read from disk while training')
+    return TrainingBuffer.load(folder, mmap=True)
+
+
+def _record_lane(settings, seed):
     "The demo's battles; the same ones for the same seed."
     print(f'Recording {RECORDED_STEPS:,} steps of the scripted player in {LANE_ID} ...', flush=True)
     with contextlib.closing(make_env(LANE_ID)) as world:
-        return record(world, scripted_policy(seed=settings.seed), steps=RECORDED_STEPS, frame_shape=settings.input_shape, seed=settings.seed)
+        return record(world, scripted_policy(seed=seed), steps=RECORDED_STEPS, frame_shape=settings.input_shape, seed=seed)
 
 # %% ../nbs/08_cli.ipynb #train-run
-def _train_run(out, run, settings, buffer, battles, resume):
-    "Train, evaluate, write the run folder."
+def _train_run(out, run, settings, buffer, resume):
+    "Train, evaluate, write the run folder; nothing is written before everything fits together."
+    buffer.check(settings)
+    trainer = Trainer(settings, folder=out)
+    if resume: trainer.load_checkpoint(out / 'checkpoint.pt')
     out.mkdir(parents=True, exist_ok=True)
     settings.save_yaml(out / 'config.yaml')
     _write_run(out, run)
     world = _world(buffer)
-    battles = battles or (200 if buffer.source == LANE_ID else 4)
-    trainer = Trainer(settings, folder=out)
-    if resume: trainer.load_checkpoint(out / 'checkpoint.pt')
-    score = None if world is None else lambda model: evaluate(model, world, max(1, battles // 4), _seed(settings, 'choose')).win_rate
-    try: trainer.train(buffer, score)
-    except KeyboardInterrupt: _stopped(out, settings)
-    _write_results(out, trainer)
-    if world is not None: run['wins'] = _win_rates(world, buffer, trainer.best_model, battles, settings)
-    else: print(f'Not evaluated: the battles come from {buffer.source or "an unnamed recording"}, which is no environment that can be played here.')
+    score = None if world is None else lambda model: evaluate(model, world, max(1, run['battles'] // 4), _seed(settings, 'choose')).win_rate
+    try:
+        trainer.train(buffer, score)
+        _write_results(out, trainer)
+        if world is None: print(f'Not evaluated: the battles come from {buffer.source or "an unnamed recording"}, which is no environment that can be played here.')
+        else: run['wins'] = _win_rates(world, buffer, trainer, run, settings)
+    except KeyboardInterrupt: _stopped(out, trainer)
     _write_run(out, run)
     print(f'The run is in {out}')
 
@@ -211,10 +246,12 @@ def _seed(settings, purpose):
     return settings.seed * 2 + {'choose': 0, 'final': 1}[purpose]
 
 
-def _stopped(out, settings):
+def _stopped(out, trainer):
     "What Ctrl-C left, and how to go on."
+    if not (out / 'checkpoint.pt').exists(): sys.exit('\nautowzry_train: stopped before the training began')
     epoch = read_checkpoint(out / 'checkpoint.pt')['epoch']
-    print(f'\nStopped. {out / "checkpoint.pt"} holds epoch {epoch} of {settings.num_epochs}. Go on with: autowzry_train --resume {_quoted(out)}', file=sys.stderr)
+    _write_results(out, trainer)
+    print(f'\nStopped. {out / "checkpoint.pt"} holds epoch {epoch} of {trainer.config.num_epochs}. Go on with: {_command("autowzry_train")} --resume {_quoted(out)}', file=sys.stderr)
     sys.exit(130)
 
 
@@ -226,7 +263,8 @@ def _world(buffer):
 
 def _write_run(out, run):
     "What the run is about."
-    (out / 'run.json').write_text(json.dumps({name: value for name, value in run.items() if name != 'out'}, indent=1) + '\n', encoding='utf-8')
+    text = json.dumps({name: value for name, value in run.items() if name not in ('out', 'config')}, indent=1)
+    with replacing(out / 'run.json') as beside: beside.write_text(text + '\n', encoding='utf-8')
 
 
 def _write_results(out, trainer):
@@ -237,13 +275,13 @@ def _write_results(out, trainer):
     plot_history(trainer.history).savefig(out / 'curves.png', dpi=150)
 
 
-def _win_rates(world, buffer, model, battles, settings):
+def _win_rates(world, buffer, trainer, run, settings):
     "The three lines at the end."
     seed, rates = _seed(settings, 'final'), {}
-    is_lane = buffer.source == LANE_ID
-    rates['random'] = evaluate(random_policy(int(world.action_space.n), seed), world, battles, seed).win_rate
-    rates['recorded'] = evaluate(scripted_policy(seed=seed), world, battles, seed).win_rate if is_lane else _recorded_wins(buffer)
-    rates['trained'] = evaluate(model, world, battles, seed).win_rate
+    wins = lambda player: evaluate(player, world, run['battles'], seed).win_rate
+    rates['random'] = wins(random_policy(int(world.action_space.n), seed))
+    rates['recorded'] = _recorded_wins(buffer) if run['buffer'] else wins(scripted_policy(seed=seed))
+    rates['trained'] = wins(trainer.best_model or trainer.model)
     for name, told in (('random', 'Random policy'), ('recorded', 'Recorded player'), ('trained', 'Trained policy')): print(f'{told}: {rates[name]:.1%} wins')
     return rates
 
@@ -262,5 +300,7 @@ def autowzry_evaluate(
 ):
     "Play a trained model and count its wins."
     with _one_line_errors('autowzry_evaluate'):
+        _at_least(1, battles=battles)
+        _at_least(0, seed=seed)
         player = _trained_model(model)
         with contextlib.closing(make_env(env)) as world: print(evaluate(player, world, battles, seed))

@@ -15,7 +15,7 @@ import torch
 from fastcore.basics import patch
 from torch import nn
 
-from .config import Config
+from .config import Config, replacing
 
 # %% ../nbs/01_model.ipynb #sizes
 MODEL_SIZES = {
@@ -91,14 +91,15 @@ def count_parameters(
 # %% ../nbs/01_model.ipynb #batch-statistics
 @contextlib.contextmanager
 def batch_statistics(
-    model: nn.Module,  # a model in train mode; its BatchNorm layers are switched for the time of the block
+    model: nn.Module,  # a model in any mode; its BatchNorm layers are switched for the time of the block
 ):
     "Inside the block BatchNorm uses each batch's own statistics and keeps no memory of them."
-    layers = [layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.track_running_stats]
-    for layer in layers: layer.track_running_stats = False
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+    before = [(layer, layer.training, layer.track_running_stats) for layer in layers]
+    for layer in layers: layer.training, layer.track_running_stats = True, False
     try: yield model
     finally:
-        for layer in layers: layer.track_running_stats = True
+        for layer, training, tracks in before: layer.training, layer.track_running_stats = training, tracks
 
 # %% ../nbs/01_model.ipynb #model-file-error
 class ModelFileError(ValueError):
@@ -109,17 +110,8 @@ def save_atomically(
     contents: dict,  # tensors, numbers, text, lists and dicts: what `torch.load` reads with `weights_only=True`
     path: str | os.PathLike,  # the file to write or replace
 ):
-    "Write a file beside the old one and then replace it, so that a kill in the middle leaves the old one whole."
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f'{path.name}.{os.getpid()}.writing')
-    try:
-        with open(beside, 'wb') as file:
-            torch.save(contents, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally: beside.unlink(missing_ok=True)
+    "Write a file of tensors that replaces the old one only when it is complete."
+    with replacing(path) as beside, open(beside, 'wb') as file: torch.save(contents, file)
 
 # %% ../nbs/01_model.ipynb #read-file
 def read_torch_file(
@@ -166,6 +158,7 @@ def load_model(
 ) -> LightweightDQN:  # on the CPU, in train mode
     "A model from disk."
     contents = read_torch_file(path)
+    if contents.get('format') == 'autowzry_agent.checkpoint': raise ModelFileError(f'{path}: a checkpoint, with which training goes on (`Trainer.load_checkpoint`); `save_model` writes models')
     if contents.get('format') != MODEL_FILE['format']:
         if config is None: raise ModelFileError(f'{path}: a plain state dict does not say its shape; give a config with model_mode, num_actions and input_shape')
         return _load_weights(LightweightDQN.from_config(config), contents, path)

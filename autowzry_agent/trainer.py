@@ -9,12 +9,13 @@ __all__ = ['CHECKPOINT_FILE', 'resolve_device', 'amp_decision', 'Precision', 'Hi
 # %% ../nbs/03_trainer.ipynb #imports
 import copy
 import csv
+import itertools
 import json
 import math
 import os
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from fastcore.basics import patch
 from tqdm.auto import tqdm
 
 from .buffer import Batch, BufferDataset, TrainingBuffer
-from .config import Config, ConfigError
+from .config import Config, ConfigError, replacing
 from .model import LightweightDQN, ModelFileError, batch_statistics, load_model, read_torch_file, save_atomically, save_model
 
 # %% ../nbs/03_trainer.ipynb #device
@@ -116,7 +117,7 @@ class HistoryFileError(ValueError):
 def _no_numbers(dtype): return field(default_factory=lambda: np.empty(0, dtype))
 
 
-@dataclass
+@dataclass(eq=False)
 class History:
     "The loss and the scale of every step of a run, and what each epoch came to."
     epoch: np.ndarray = _no_numbers(np.int32)  # of each step: the epoch it belongs to, from 1
@@ -176,26 +177,19 @@ def steps_per_second(self: History) -> float:
     return finished / self.seconds if self.seconds else 0.0
 
 # %% ../nbs/03_trainer.ipynb #history-save
-def _replace_text(path, text):
-    "Write a text file beside the old one, then replace it."
-    beside = path.with_name(f'{path.name}.{os.getpid()}.writing')
-    beside.write_text(text, encoding='utf-8', newline='')
-    os.replace(beside, path)
-
-
 @patch
 def save(self: History,
     folder: str | os.PathLike,  # gets `history.csv`, a row a step, and `history.json`, what belongs to the whole run
 ):
-    "Save the history as files that pandas and a spreadsheet read."
+    "Save the history: the steps as a CSV that pandas and spreadsheets read, the run as JSON."
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     number = lambda value: '' if math.isnan(value) else f'{value:.9g}'
     rows = zip(self.epoch, range(1, len(self.loss) + 1), self.loss, self.scale, self.step_skipped)
     lines = [f'{epoch},{step},{loss:.9g},{number(scale)},{int(skipped)}' for epoch, step, loss, scale, skipped in rows]
-    _replace_text(folder / 'history.csv', '\n'.join(['epoch,step,loss,scale,skipped', *lines, '']))
     run = {name: value for name, value in vars(self).items() if not isinstance(value, np.ndarray)}
-    _replace_text(folder / 'history.json', json.dumps(run, indent=1) + '\n')
+    run |= {name: [None if math.isnan(value) else value for value in run[name]] for name in ('epoch_loss', 'epoch_scale')}
+    with replacing(folder / 'history.csv') as beside: beside.write_text('\n'.join(['epoch,step,loss,scale,skipped', *lines, '']), encoding='utf-8', newline='')
+    with replacing(folder / 'history.json') as beside: beside.write_text(json.dumps(run, indent=1) + '\n', encoding='utf-8', newline='')
 
 # %% ../nbs/03_trainer.ipynb #history-load
 @patch(cls_method=True)
@@ -210,6 +204,7 @@ def load(cls: History,
         column = lambda name, dtype, read: np.array([read(row[name]) for row in rows], dtype)
         steps = {'epoch': column('epoch', np.int32, int), 'loss': column('loss', np.float32, float),
             'scale': column('scale', np.float32, lambda text: float(text or 'nan')), 'step_skipped': column('skipped', bool, lambda text: text == '1')}
+        run |= {name: [math.nan if value is None else value for value in run[name]] for name in ('epoch_loss', 'epoch_scale')}
         return cls(**steps, **{**run, 'scores': {int(epoch): score for epoch, score in run['scores'].items()}})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise HistoryFileError(f'{folder}: no history that can be read here (history.csv and history.json): {error}') from error
@@ -240,9 +235,10 @@ class Trainer:
         self.model = (model or _fresh_model(config)).to(self.device)
         _check_shape(self.model, config)
         self.target_model = copy.deepcopy(self.model).requires_grad_(False) if config.use_target_network else None
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=config.learning_rate, fused=True)
+        self.optimizer = self._fresh_optimizer()
         self.precision = Precision(config, self.device)
         self.epoch, self.history = 0, History(precision=str(self.precision))
+        self._step, self._seconds = 0, 0.0  # of the epoch that is not finished
         self.best_score, self._best_weights = None, None
         self._stop = threading.Event()
         self._log('[Trainer] Init')
@@ -254,7 +250,7 @@ class Trainer:
 def _fresh_model(config):
     "A model whose first weights depend on the seed alone, and that leaves other random numbers as they were."
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
+        torch.default_generator.manual_seed(config.seed)
         return LightweightDQN.from_config(config)
 
 
@@ -262,6 +258,12 @@ def _check_shape(model, config):
     "A model given by hand has to be the one that the config describes."
     for name, of_model, of_config in (('model_mode', model.mode, config.model_mode), ('num_actions', model.num_actions, config.num_actions), ('input_shape', model.input_shape, config.input_shape)):
         if of_model != of_config: raise ConfigError(f'{name}: the model has {of_model!r}, the config {of_config!r}; they must be the same')
+
+
+@patch
+def _fresh_optimizer(self: Trainer):
+    "Fused Adam does a whole update in one call, and keeps its counter of updates beside the weights, where nobody has to wait for it."
+    return torch.optim.Adam(self.model.parameters(), lr=self.config.learning_rate, fused=True)
 
 
 @patch
@@ -314,15 +316,16 @@ def loss(self: Trainer,
 @patch
 def train_step(self: Trainer,
     batch: Batch,  # transitions on the trainer's device
-) -> torch.Tensor:  # the loss, not scaled, on the device
+) -> tuple[torch.Tensor, torch.Tensor]:  # the loss, not scaled, and whether the update was made; both on the device
     "Target, loss, gradients, update."
     td_target = self.td_target(batch)
     statistics = self._statistics()
     with self.precision.autocast(): loss = self.loss(batch, td_target)
     updates = self.updates()
     self.precision.step(loss, self.optimizer, self.config.grad_clip)
-    self._restore_if_skipped(statistics, updates)
-    return loss.detach()
+    was_made = self.updates() > updates
+    for buffer, before in zip(self.model.buffers(), statistics): buffer.copy_(torch.where(was_made, buffer, before))
+    return loss.detach(), was_made
 
 # %% ../nbs/03_trainer.ipynb #updates
 @patch
@@ -338,33 +341,27 @@ def _statistics(self: Trainer):
     if self.scaler is None: return []
     return [buffer.clone() for buffer in self.model.buffers()]
 
-
-@patch
-def _restore_if_skipped(self: Trainer, statistics, updates):
-    "A batch whose gradients were refused must not stay in the running statistics either."
-    if not statistics: return
-    was_made = self.updates() > updates
-    for buffer, before in zip(self.model.buffers(), statistics): buffer.copy_(torch.where(was_made, buffer, before))
-
 # %% ../nbs/03_trainer.ipynb #train-epoch
 @patch
 def _train_epoch(self: Trainer, dataset, bar):
-    "The steps of one epoch; their losses and scales stay on the device until its end."
-    config, started = self.config, time.perf_counter()
+    "The steps of one epoch that are not done yet; their losses and scales stay on the device until the end. Returns whether it came to the end."
+    config, started, done = self.config, time.perf_counter(), 0
     steps = dataset.num_batches(config.batch_size, config.steps_per_epoch)
     record = torch.zeros(3, steps, device=self.device)
-    updates, done = self.updates(), 0
-    for batch in dataset.batches(config.batch_size, config.seed, self.epoch + 1, config.steps_per_epoch):
-        if self._stop.is_set(): break
-        record[0, done] = self.train_step(batch)
-        record[1, done] = self.precision.scale_now(self.device)
-        record[2, done] = self.updates()
-        done += 1
-        bar.update()
-    loss, scale, made = record[:, :done].cpu().numpy()
-    made = np.diff(made, prepend=float(updates)) > 0
-    self.history.add_steps(self.epoch + 1, loss, scale, ~made)
-    return time.perf_counter() - started, done == steps
+    batches = dataset.batches(config.batch_size, config.seed, self.epoch + 1, config.steps_per_epoch)
+    try:
+        for batch in itertools.islice(batches, self._step, None):
+            if self._stop.is_set(): break
+            record[0, done], record[2, done] = self.train_step(batch)
+            record[1, done] = self.precision.scale_now(self.device)
+            done += 1
+            bar.update()
+    finally:
+        loss, scale, made = record[:, :done].cpu().numpy()
+        self.history.add_steps(self.epoch + 1, loss, scale, made == 0)
+        self._step += done
+        self._seconds += time.perf_counter() - started
+    return self._step == steps
 
 # %% ../nbs/03_trainer.ipynb #epochs
 @patch
@@ -376,40 +373,43 @@ def epochs(self: Trainer,
     buffer.check(self.config)
     dataset = BufferDataset(buffer, self.device)
     self._settle_precision(next(dataset.batches(2, 0, 0)).states.device)
-    self._stop.clear()
     return self._epochs(dataset, evaluate)
 
 
 @patch
 def _settle_precision(self: Trainer, batch_device):
     "Decide again now that the batches are known, and say so if it comes out differently."
-    weights = next(self.model.parameters()).device
+    weights, scaling = next(self.model.parameters()).device, self.precision.grad_scaler.state_dict()
     decided = Precision(self.config, weights, batch_device)
-    if str(decided) == str(self.precision): return
+    if str(decided) != str(self.precision): self._log(f'  Using AMP: {decided}')
+    # A new scaler with the old one's state: an interrupted step leaves traces in the old one.
+    if scaling and decided.scaler: decided.scaler.load_state_dict(scaling)
     self.precision, self.history.precision = decided, str(decided)
-    self._log(f'  Using AMP: {decided}')
 
 # %% ../nbs/03_trainer.ipynb #epochs-loop
 @patch
 def _epochs(self: Trainer, dataset, evaluate):
     "The loop behind `epochs`."
     steps = dataset.num_batches(self.config.batch_size, self.config.steps_per_epoch)
-    bar = tqdm(total=self.config.num_epochs * steps, initial=self.epoch * steps, unit='step', leave=False, disable=not self.verbose)
+    bar = tqdm(total=self.config.num_epochs * steps, initial=self.epoch * steps + self._step, unit='step', leave=False, disable=not self.verbose)
     try:
         if self.folder: self.save_checkpoint(self.folder / 'checkpoint.pt')
         self._log('\n[Train] Starting training...')
+        if self.epoch and self.epoch not in self.history.scores: self._evaluate(evaluate)  # an evaluation that was interrupted
         while self.epoch < self.config.num_epochs:
             self.model.train()
-            seconds, finished = self._train_epoch(dataset, bar)
-            if not finished: break
-            yield self._end_epoch(seconds, evaluate)
-    finally: bar.close()
+            if not self._train_epoch(dataset, bar): return self._log(f'[Train] Stopped in epoch {self.epoch + 1}')
+            yield self._end_epoch(evaluate)
+    finally:
+        bar.close()
+        self._stop.clear()
 
 # %% ../nbs/03_trainer.ipynb #end-epoch
 @patch
-def _end_epoch(self: Trainer, seconds, evaluate):
+def _end_epoch(self: Trainer, evaluate):
     "Sum up, refresh the target network, log, evaluate, save."
-    self.epoch += 1
+    seconds = self._seconds
+    self.epoch, self._step, self._seconds = self.epoch + 1, 0, 0.0
     self.history.end_epoch(seconds)
     target_updated = self.target_model is not None and self.epoch % self.config.target_update_epochs == 0
     if target_updated:
@@ -438,7 +438,7 @@ def _evaluate(self: Trainer, evaluate):
     if evaluate is None or not due: return None
     score = float(evaluate(self.model))
     self.history.scores[self.epoch] = score
-    is_best = self.best_score is None or score >= self.best_score
+    is_best = not math.isnan(score) and (self.best_score is None or score >= self.best_score)
     if is_best:
         self.best_score = score
         self._best_weights = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
@@ -467,7 +467,7 @@ def train(self: Trainer,
 
 @patch
 def stop(self: Trainer):
-    "End the training at its next step; may be called from any thread."
+    "End the training at its next step, or the next training if none runs; may be called from any thread."
     self._stop.set()
 
 # %% ../nbs/03_trainer.ipynb #save-load-model
@@ -483,10 +483,11 @@ def save_model(self: Trainer,
 def load_model(self: Trainer,
     path: str | os.PathLike,  # a saved model or a plain state dict, from FP32 or AMP; its shape must be the config's
 ):
-    "Start from a saved model: online and target network take its weights."
+    "Start from a saved model: both networks take its weights, the optimizer and the best score start anew."
     weights = load_model(path, self.config).state_dict()
     self.model.load_state_dict(weights)
     if self.target_model is not None: self.target_model.load_state_dict(weights)
+    self.optimizer, self.best_score, self._best_weights = self._fresh_optimizer(), None, None
 
 # %% ../nbs/03_trainer.ipynb #save-checkpoint
 CHECKPOINT_FILE = {'format': 'autowzry_agent.checkpoint', 'version': 1}
@@ -499,7 +500,7 @@ def save_checkpoint(self: Trainer,
     "Save all that the training needs to go on from here."
     history = {name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value for name, value in vars(self.history).items()}
     save_atomically({**CHECKPOINT_FILE,
-        'config': self.config.as_dict(), 'epoch': self.epoch, 'history': history,
+        'config': self.config.as_dict(), 'epoch': self.epoch, 'step': self._step, 'seconds': self._seconds, 'history': history,
         'model': self.model.state_dict(), 'target_model': self.target_model and self.target_model.state_dict(),
         'optimizer': self.optimizer.state_dict(), 'scaler': self.precision.grad_scaler.state_dict(),
         'best_score': self.best_score, 'best_weights': self._best_weights}, path)
@@ -528,6 +529,7 @@ def load_checkpoint(self: Trainer,
     for group in self.optimizer.param_groups: group['lr'] = self.config.learning_rate
     self._load_scaler(saved['scaler'])
     arrays = {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in saved['history'].items()}
+    self._step, self._seconds = saved['step'], saved['seconds']
     self.epoch, self.history = saved['epoch'], History(**{**arrays, 'precision': str(self.precision)})
     self.best_score, self._best_weights = saved['best_score'], saved['best_weights']
     self._log(f'[Trainer] Resumed after epoch {self.epoch}')

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from autowzry_agent.buffer import TrainingBuffer
 from autowzry_agent.config import Config, default_config_path
@@ -47,10 +48,12 @@ def place(tmp_path_factory):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_explains_every_option(name):
     told = run(name, "--help")
-    options = re.findall(r"^  (?:-h, )?--(\w+)", told, flags=re.M)
-    assert options and all("_" not in option and "-" not in option for option in options)
-    for line in re.split(r"\n(?=  \S)", told.split("options:")[1]):
-        if line.strip(): assert re.search(r"\S\s{2,}\S|\n\s+\S", line.strip()), f"not explained: {line}"
+    options = re.findall(r"^  (?:-h, )?--([\w-]+)", told, flags=re.M)
+    assert options and all(re.fullmatch("[a-z]+", option) for option in options), options
+    arguments = re.split(r"\n(?=  \S)", re.split("positional arguments:|options:", told, maxsplit=1)[1])
+    for argument in arguments:
+        words = re.sub(r"\(default: .*?\)|options:", "", argument).split()
+        if words: assert len(words) > 3, f"not explained: {argument}"
 
 
 def test_train_on_a_buffer_writes_the_run_folder(place):
@@ -81,6 +84,27 @@ def test_a_run_is_not_written_over(place):
     before = (place / "kept" / "checkpoint.pt").read_bytes()
     told = run("autowzry_train", "--buffer", "battles", "--out", "kept", cwd=place, code=1)
     assert "holds a run already" in told and (place / "kept" / "checkpoint.pt").read_bytes() == before
+    settings = (place / "kept" / "config.yaml").read_bytes()
+    assert "cannot change" in run("autowzry_train", "--resume", "kept", "--mode", "full", cwd=place, code=1)
+    assert "cuda:77" in run("autowzry_train", "--resume", "kept", "--device", "cuda:77", cwd=place, code=1)
+    assert (place / "kept" / "config.yaml").read_bytes() == settings
+
+
+def test_a_trained_model_plays_and_records(place):
+    run("autowzry_train", "--buffer", "battles", "--config", "设置.yaml", "--epochs", 1, "--battles", 1, "--out", "player", cwd=place)
+    assert "wins over 3 battles" in run("autowzry_evaluate", "player", "--battles", 3, cwd=place)
+    run("autowzry_record", "played", "--policy", "player", "--steps", 20, cwd=place)
+    assert len(TrainingBuffer.load(place / "played")) == 20
+    assert "9 actions" in run("autowzry_record", "pong", "--env", "ALE/Pong-v5", "--policy", "player", "--steps", 5, cwd=place, code=1)
+
+
+def test_screenshots_are_imported_and_trained_on(tmp_path):
+    (tmp_path / "截图").mkdir()
+    for number in range(1, 8): Image.new("RGB", (96, 54), (30 * number, 80, 120)).save(tmp_path / "截图" / f"{number}.png")
+    (tmp_path / "截图" / "battle.csv").write_text("action,reward,terminated\n" + "3,0.01,0\n" * 5 + "0,1,1\n", encoding="utf-8")
+    run("autowzry_import", "截图", "对局", "--size", "32", cwd=tmp_path)
+    told = run("autowzry_train", "--buffer", "对局", "--mode", "mini", "--epochs", 1, "--out", "run", cwd=tmp_path)
+    assert "Not evaluated" in told and load_model(tmp_path / "run" / "model_last.pt").input_shape == (3, 32, 32)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a signal that is Ctrl-C to one process alone does not exist on Windows")
@@ -91,8 +115,9 @@ def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_resume(place):
     process.send_signal(signal.SIGINT)
     told = process.communicate(timeout=60)[1]
     assert process.returncode == 130, told
-    assert 'autowzry_train --resume "long run"' in told and "Traceback" not in told
+    assert re.search("autowzry_train --resume 'long run'$", told, flags=re.M) and "Traceback" not in told
     reached = read_checkpoint(checkpoint)["epoch"]
+    assert len(History.load(place / "long run").epoch_loss) >= reached and load_model(place / "long run" / "model_best.pt")
     assert f"holds epoch {reached} of 100000" in told
     run("autowzry_train", "--resume", "long run", "--epochs", reached + 1, "--battles", 1, cwd=place)
     assert len(History.load(place / "long run").epoch_loss) == reached + 1
@@ -104,9 +129,11 @@ def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_resume(place):
     ("autowzry_train", ["--buffer", "battles", "--mode", "tiny"], "mini, full or high"),
     ("autowzry_train", ["--buffer", "battles", "--amp", "maybe"], "auto, true and false"),
     ("autowzry_train", ["--buffer", "battles", "--device", "cuda:77"], "cuda:77"),
-    ("autowzry_train", ["--buffer", "battles", "--epochs", "0"], "num_epochs"),
+    ("autowzry_train", ["--buffer", "battles", "--epochs", "0"], "--epochs"),
     ("autowzry_train", ["--buffer", "battles", "--config", default_config_path("agent")], "(3, 84, 84)"),
+    ("autowzry_train", ["--battles", "-5"], "--battles"),
     ("autowzry_train", ["--resume", "nothing"], "holds no run"),
+    ("autowzry_record", ["out", "--seed", "-1"], "--seed"),
     ("autowzry_record", ["out", "--env", "ALE/Pongg-v5"], "Pong"),
     ("autowzry_record", ["out", "--env", "CartPole-v1"], "pictures"),
     ("autowzry_record", ["out", "--steps", "0"], "steps"),
@@ -118,6 +145,11 @@ def test_an_error_is_one_line(place, name, args, told):
     error = run(name, *args, cwd=place, code=1)
     assert told in error and error.startswith(f"{name}: ") and error.count("\n") == 1, error
     assert not (place / "out").exists()
+
+
+def test_a_console_without_the_signs_does_not_stop_a_command(place):
+    done = subprocess.run(command("autowzry_record", "盘", "--episodes", 1), cwd=place, capture_output=True, env={**STRICT, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and b"\\xd7" in done.stdout, done.stderr
 
 
 def test_an_unknown_option_is_told(place):

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -205,7 +206,8 @@ def test_stop_from_another_thread(buffer):
     trainer = Trainer(small_config(num_epochs=100_000), verbose=False)
     thread = threading.Thread(target=trainer.train, args=(buffer,))
     thread.start()
-    while not trainer.epoch: pass
+    deadline = time.monotonic() + 60
+    while not trainer.epoch and thread.is_alive() and time.monotonic() < deadline: time.sleep(0.01)
     trainer.stop()
     thread.join(timeout=20)
     assert not thread.is_alive() and 0 < trainer.epoch < 100_000
@@ -214,18 +216,34 @@ def test_stop_from_another_thread(buffer):
 
 def test_checkpoint_is_there_before_the_first_step_and_when_evaluation_fails(buffer, tmp_path):
     trainer, seen = Trainer(small_config(), folder=tmp_path, verbose=False), []
-    trainer.train_step_before = trainer.train_step
-    trainer.train_step = lambda batch: (seen.append(read_checkpoint(tmp_path / "checkpoint.pt")["epoch"]), trainer.train_step_before(batch))[1]
+    step = trainer.train_step
+    trainer.train_step = lambda batch: (seen.append(read_checkpoint(tmp_path / "checkpoint.pt")["epoch"]), step(batch))[1]
     def fails(model): raise RuntimeError("the game crashed")
     with pytest.raises(RuntimeError, match="the game crashed"): trainer.train(buffer, fails)
     assert seen == [0, 0, 0, 0] and read_checkpoint(tmp_path / "checkpoint.pt")["epoch"] == 1
 
 
-def test_resumed_in_another_process_equals_uninterrupted(buffer, tmp_path):
-    config = small_config(**STUDY, growth_interval=3, num_epochs=4)
+def assert_same_run(saved, whole):
+    "A checkpoint holds what an uninterrupted trainer has."
+    for name in ("loss", "scale", "epoch"): np.testing.assert_array_equal(saved["history"][name].numpy(), getattr(whole.history, name))
+    for name in ("epoch_loss", "epoch_scale", "scores", "target_updates"): np.testing.assert_equal(saved["history"][name], getattr(whole.history, name))
+    for part, mine in (("model", whole.model.state_dict()), ("target_model", whole.target_model.state_dict()), ("best_weights", whole.best_model.state_dict())):
+        assert all(torch.equal(value, saved[part][name]) for name, value in mine.items()), part
+    for number, state in whole.optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, saved["optimizer"]["state"][number][name]) for name, value in state.items())
+    assert saved["scaler"] == whole.precision.grad_scaler.state_dict() and saved["best_score"] == whole.best_score
+
+
+SCORES = {1: 0.9, 2: 0.1, 3: 0.5, 4: 0.6}
+
+
+@pytest.mark.parametrize("settings", [{}, {**STUDY, "growth_interval": 3}], ids=["FP32", "FP16"])
+def test_resumed_in_another_process_equals_uninterrupted(buffer, tmp_path, settings):
+    config = small_config(**settings, num_epochs=4, target_update_epochs=3)
     whole = Trainer(config, verbose=False)
-    whole.train(buffer)
-    for result in Trainer(config, folder=tmp_path, verbose=False).epochs(buffer):
+    whole.train(buffer, lambda model: SCORES[whole.epoch])
+    first = Trainer(config, folder=tmp_path, verbose=False)
+    for result in first.epochs(buffer, lambda model: SCORES[first.epoch]):
         if result.epoch == 2: break
     buffer.save(tmp_path / "buffer")
     config.save_yaml(tmp_path / "config.yaml")
@@ -237,14 +255,72 @@ from autowzry_agent.trainer import Trainer
 torch.set_num_threads({torch.get_num_threads()})
 trainer = Trainer(Config.from_yaml('config.yaml'), verbose=False)
 trainer.load_checkpoint('checkpoint.pt')
-trainer.train(TrainingBuffer.load('buffer'))
+trainer.train(TrainingBuffer.load('buffer'), lambda model: {SCORES}[trainer.epoch])
 trainer.save_checkpoint('resumed.pt')
 """
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
-    resumed = read_checkpoint(tmp_path / "resumed.pt")
-    np.testing.assert_array_equal(resumed["history"]["loss"].numpy(), whole.history.loss)
-    np.testing.assert_array_equal(resumed["history"]["scale"].numpy(), whole.history.scale)
-    assert all(torch.equal(value, resumed["model"][name]) for name, value in whole.model.state_dict().items())
+    assert_same_run(read_checkpoint(tmp_path / "resumed.pt"), whole)
+
+
+@pytest.mark.parametrize("settings", [{}, STUDY], ids=["FP32", "FP16"])
+def test_stopped_in_the_middle_of_an_epoch_goes_on_with_the_next_batch(buffer, tmp_path, settings):
+    config, steps = small_config(**settings, num_epochs=4), []
+    whole = Trainer(config, verbose=False)
+    whole.train(buffer, lambda model: SCORES[whole.epoch])
+    trainer = Trainer(config, verbose=False)
+    step = trainer.train_step
+    def stopping_step(batch):
+        steps.append(batch)
+        if len(steps) in (2, 7): trainer.stop()
+        return step(batch)
+    trainer.train_step = stopping_step
+    for epoch, done in ((0, 2), (1, 7), (4, 16)):
+        trainer.train(buffer, lambda model: SCORES[trainer.epoch])
+        assert (trainer.epoch, len(trainer.history.loss)) == (epoch, done)
+    trainer.save_checkpoint(tmp_path / "checkpoint.pt")
+    assert_same_run(read_checkpoint(tmp_path / "checkpoint.pt"), whole)
+
+
+def test_stop_before_the_training_is_not_lost(buffer):
+    trainer = Trainer(small_config(), verbose=False)
+    trainer.stop()
+    trainer.train(buffer)
+    assert trainer.epoch == 0 and len(trainer.history.loss) == 0
+    trainer.train(buffer)
+    assert trainer.epoch == 3
+
+
+def test_an_interrupted_step_leaves_a_trainer_that_goes_on(buffer, monkeypatch):
+    trainer = Trainer(small_config(**STUDY), verbose=False)
+    def interrupted(*args): raise KeyboardInterrupt  # between unscaling and the update
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(torch.nn.utils, "clip_grad_norm_", interrupted)
+        trainer.train(buffer)
+    trainer.train(buffer)
+    assert trainer.epoch == 3 and trainer.scaler.get_scale() == 65536
+
+
+def test_an_interrupted_evaluation_is_made_up_for(buffer, tmp_path):
+    def interrupted(model): raise KeyboardInterrupt
+    trainer = Trainer(small_config(num_epochs=1), folder=tmp_path, verbose=False)
+    with pytest.raises(KeyboardInterrupt): trainer.train(buffer, interrupted)
+    resumed = Trainer(small_config(num_epochs=1), verbose=False)
+    resumed.load_checkpoint(tmp_path / "checkpoint.pt")
+    resumed.train(buffer, lambda model: 0.7)
+    assert resumed.history.scores == {1: 0.7} and resumed.best_model is not None
+
+
+def test_an_fp32_checkpoint_goes_on_under_amp_and_back(buffer, tmp_path, capsys):
+    Trainer(small_config(), folder=tmp_path, verbose=False).train(buffer)
+    amp = Trainer(small_config(**STUDY, num_epochs=4, init_scale=1024), folder=tmp_path)
+    amp.load_checkpoint(tmp_path / "checkpoint.pt")
+    assert "  The checkpoint has no scaler (FP32): a fresh one starts at 1024\n" in capsys.readouterr().out
+    amp.train(buffer)
+    assert amp.history.scale[-1] == 1024 and np.isnan(amp.history.scale[0])
+    fp32 = Trainer(small_config(num_epochs=5), verbose=False)
+    fp32.load_checkpoint(tmp_path / "checkpoint.pt")
+    fp32.train(buffer)
+    assert len(fp32.history.epoch_loss) == 5 and np.isnan(fp32.history.scale[-1])
 
 
 def test_fp32_model_from_before_amp_loads_under_amp(buffer):
@@ -285,6 +361,13 @@ def test_buffer_of_another_shape_is_refused_before_training(buffer, changes, tol
 def test_model_of_another_shape_is_refused():
     with pytest.raises(ConfigError, match="num_actions: the model has 4, the config 9"):
         Trainer(small_config(), LightweightDQN(4, "mini", (3, 32, 32)), verbose=False)
+
+
+def test_a_model_in_eval_mode_is_trained_like_any_other(buffer):
+    config = small_config()
+    models = [Trainer(config, verbose=False).model for _ in range(2)]
+    losses = [Trainer(config, model, verbose=False).train(buffer).loss for model in (models[0].train(), models[1].eval())]
+    np.testing.assert_array_equal(*losses)
 
 
 def test_a_buffer_of_one_transition_is_refused():

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -63,13 +62,9 @@ def as_text(nb):
 
 def write(path, text):
     """Replace a file so that a reader finds the old text or the new one, never a part."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", suffix=".tmp", delete=False, encoding="utf-8", newline="\n") as file:
-        file.write(text)
-    try:
-        os.replace(file.name, path)
-    except OSError:
-        os.unlink(file.name)
-        raise
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_text(text, encoding="utf-8", newline="\n")
+    os.replace(beside, path)
 
 
 # The form that is committed
