@@ -183,6 +183,18 @@ def _evict(self:TrainingBuffer, extra):
         self._first += number + 1
         self._transitions -= number
 
+# %% ../nbs/02_buffer.ipynb #make-room
+@patch
+def _make_room(self:TrainingBuffer, transitions, frames):
+    "Drop the oldest battles and make room; where memory is refused nothing is dropped."
+    before = self._first, self._transitions
+    self._evict(transitions)
+    first = self._first
+    try: self._fit(frames)
+    except BufferDataError:
+        if self._first == first: self._first, self._transitions = before  # nothing has been moved yet
+        raise
+
 # %% ../nbs/02_buffer.ipynb #append
 @patch
 def _append(self:TrainingBuffer, frame):
@@ -240,8 +252,7 @@ def add(self:TrainingBuffer,
     if self._open == self.capacity:
         raise BufferDataError(f'the battle is longer than the capacity of {self.capacity:,} transitions; '
                               'call start(frame) for another, or use a larger capacity')
-    self._evict(1)
-    self._fit(1)
+    self._make_room(transitions=1, frames=1)
     self._steps[self._end - 1] = step
     self._append(next_frame)
     self._transitions += 1
@@ -320,9 +331,12 @@ def add_episode(self:TrainingBuffer,
     terminated = _check_flag('terminated', terminated)
     frames, steps = self._check_episode(frames, actions, rewards)
     steps['terminated'][-2], steps['truncated'][-2] = terminated, not terminated
+    in_progress = self._open
     self._end_battle()
-    self._evict(len(steps) - 1)
-    self._fit(len(steps))
+    try: self._make_room(transitions=len(steps) - 1, frames=len(steps))
+    except BufferDataError:
+        if in_progress: self._open, self._steps['truncated'][self._end - 2] = in_progress, False
+        raise
     stop = self._end + len(steps)
     for slot, frame in zip(range(self._end, stop), frames): self._frames[slot] = frame
     self._steps[self._end:stop] = steps

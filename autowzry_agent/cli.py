@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 from fastcore.script import call_parse
+from gymnasium.spaces import Discrete
 
 from .buffer import BufferDataError, TrainingBuffer
 from .config import Config, ConfigError, default_config_path, replacing
@@ -69,14 +70,20 @@ def _amp(text):
     return meanings[text]
 
 # %% ../nbs/08_cli.ipynb #policy
+def _num_actions(env):
+    "How many moves an environment has."
+    if not isinstance(env.action_space, Discrete): raise CommandError(f'{env.spec.id} has the actions {env.action_space}; allowed are numbered ones, a Discrete space')
+    return int(env.action_space.n)
+
+
 def _policy(name, env, env_id, seed):
     "The player that `--policy` names."
     name = name or ('scripted' if env_id == LANE_ID else 'random')
-    if name == 'random': return random_policy(int(env.action_space.n), seed)
+    if name == 'random': return random_policy(_num_actions(env), seed)
     if name == 'scripted': return scripted_policy(seed=seed)
     if not Path(name).exists(): raise CommandError(f'--policy is {name!r}; allowed are random, scripted (on {LANE_ID}), or the file or run folder of a trained model')
     model = _trained_model(name)
-    if model.num_actions != env.action_space.n: raise CommandError(f'--policy {name}: this model chooses among {model.num_actions} actions, {env_id} has {env.action_space.n}')
+    if model.num_actions != _num_actions(env): raise CommandError(f'--policy {name}: this model chooses among {model.num_actions} actions, {env_id} has {_num_actions(env)}')
     return model_policy(model)
 
 
@@ -107,7 +114,11 @@ def autowzry_record(
         _refuse_other_folder(out)
         if steps is None and episodes is None: steps = RECORDED_STEPS
         with contextlib.closing(make_env(env)) as world:
-            buffer = record(world, _policy(policy, world, env, seed), steps, episodes, _frame_shape(size, env), seed)
+            player = _policy(policy, world, env, seed)
+            buffer = TrainingBuffer(None, _frame_shape(size, env), _num_actions(world), world.spec.id)
+            try: record(world, player, steps, episodes, seed=seed, buffer=buffer)
+            except KeyboardInterrupt: print('\nStopped; what was recorded is kept.', file=sys.stderr)
+        if not len(buffer): raise CommandError('nothing was recorded')
         buffer.save(out)
         print(f'{out}: {len(buffer):,} transitions in {len(buffer.battles):,} battles of {env}, frames of {"×".join(map(str, buffer.frame_shape))}')
         print(f'Train on it: {_command("autowzry_train")} --buffer {_quoted(out)}')
@@ -279,7 +290,7 @@ def _win_rates(world, buffer, trainer, run, settings):
     "The three lines at the end."
     seed, rates = _seed(settings, 'final'), {}
     wins = lambda player: evaluate(player, world, run['battles'], seed).win_rate
-    rates['random'] = wins(random_policy(int(world.action_space.n), seed))
+    rates['random'] = wins(random_policy(_num_actions(world), seed))
     rates['recorded'] = _recorded_wins(buffer) if run['buffer'] else wins(scripted_policy(seed=seed))
     rates['trained'] = wins(trainer.best_model or trainer.model)
     for name, told in (('random', 'Random policy'), ('recorded', 'Recorded player'), ('trained', 'Trained policy')): print(f'{told}: {rates[name]:.1%} wins')

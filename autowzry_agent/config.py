@@ -286,7 +286,7 @@ def _value(node):
     if not isinstance(node, yaml.ScalarNode) or node.style: return node.value
     if node.value.lower() in _WORDS: return _WORDS[node.value.lower()]
     for kind in (int, float):
-        with suppress(ValueError): return kind(node.value)
+        with suppress(ValueError): return kind(node.value.replace('_', 'no number'))  # Python alone reads 1_0 as 10
     return node.value
 
 # %% ../nbs/00_config.ipynb #read-nodes
@@ -352,6 +352,7 @@ def replace_file(
             if os.name != 'nt' or wait is None: raise
             time.sleep(wait)
 
+# %% ../nbs/00_config.ipynb #replacing
 @contextmanager
 def replacing(
     path, # the file to write or replace, text or Path; its folder is made

@@ -417,6 +417,12 @@ def _chooser(model_or_policy, env):
     frame = _framer(env.observation_space.shape, model_or_policy.input_shape)
     return lambda battles: _greedy(model_or_policy, [frame(battle.observation) for battle in battles])
 
+# %% ../nbs/06_environment.ipynb #copy-env
+def _copy(env):
+    "Another environment of the same kind."
+    try: return gym.make(env.spec)
+    except Exception as error: raise EnvironmentSetupError(f'evaluate: this environment cannot be made a second time, so copies must be 1 ({" ".join(str(error).split())})') from error
+
 # %% ../nbs/06_environment.ipynb #evaluate
 def evaluate(
     model_or_policy,  # a model, which takes the action of highest Q-value, or policy(observation, info) -> action
@@ -430,10 +436,11 @@ def evaluate(
     _check_env(env)
     if episodes < 1: raise EnvironmentSetupError(f'evaluate: episodes is {episodes!r}, allowed are whole numbers from 1')
     choose, seeds = _chooser(model_or_policy, env), list(islice(_battle_seeds(seed, 'evaluate'), episodes))
-    if copies is None: copies = 16 if env.spec and env.spec.id == LANE_ID else 1
+    if copies is None: copies = 16 if env.spec and env.spec.id == LANE_ID and not env.spec.additional_wrappers else 1
     if not isinstance(model_or_policy, torch.nn.Module): copies = 1
-    others = [gym.make(env.spec) for _ in range(min(copies, episodes) - 1)]
+    others = []
     try:
+        while len(others) < min(copies, episodes) - 1: others.append(_copy(env))
         with tqdm(total=episodes, desc='Evaluating', unit='battle', disable=not progress) as bar: results = _play(choose, [env, *others], seeds, bar)
     finally:
         for other in others: other.close()

@@ -458,6 +458,38 @@ def test_memory_is_asked_for_first(tmp_path, monkeypatch):
     assert same(TrainingBuffer.load(tmp_path / "b", mmap=True), buffer)
 
 
+def test_memory_refused_drops_no_battle(monkeypatch):
+    """The oldest battles are given up only when there is room for the new one."""
+    buffer, big = TrainingBuffer(100, (3, 384, 384)), np.zeros((3, 384, 384), np.uint8)
+    buffer.add_episode([big] * 20, [0] * 19, [0.0] * 19, True)
+    buffer.start(big)
+    buffer.add(1, 0.5, big)
+    with monkeypatch.context() as patched:
+        patched.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1_000_000))
+        with pytest.raises(BufferDataError, match="what is held stays"):
+            buffer.add_episode([big] * 96, [0] * 95, [0.0] * 95, True)
+    assert (len(buffer), buffer.battles, buffer.truncated.any()) == (20, [(0, 19), (19, 1)], False)
+    buffer.add(2, 0.25, big, True)
+    assert buffer.actions[-2:].tolist() == [1, 2]
+    buffer.add_episode([big] * 96, [0] * 95, [0.0] * 95, True)
+    assert buffer.battles == [(0, 2), (2, 95)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA")
+@pytest.mark.parametrize("way", ["resident", "pinned", "mapped"])
+def test_batches_on_a_gpu_equal_those_on_the_cpu(tmp_path, monkeypatch, way):
+    buffer = filled([5, 7, 3])
+    expected = list(BufferDataset(buffer, "cpu").batches(4, 0, 1))
+    if way == "mapped":
+        buffer.save(tmp_path / "b")
+        buffer = TrainingBuffer.load(tmp_path / "b", mmap=True)
+    if way != "resident":
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, 0))
+    for batch, wanted in zip(BufferDataset(buffer, "cuda").batches(4, 0, 1), expected, strict=True):
+        for got, want in zip(batch, wanted):
+            assert got.is_cuda and torch.equal(got.cpu(), want)
+
+
 def test_memory_refused_by_the_system(monkeypatch):
     buffer = filled([3])
     before = filled([3])

@@ -123,6 +123,17 @@ def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_resume(place):
     assert len(History.load(place / "long run").epoch_loss) == reached + 1
 
 
+@pytest.mark.skipif(os.name == "nt", reason="a signal that is Ctrl-C to one process alone does not exist on Windows")
+def test_ctrl_c_keeps_what_was_recorded(place):
+    process = subprocess.Popen(command("autowzry_record", "cut", "--steps", 10**9), cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8", env=STRICT)
+    told = ""
+    while "step/s" not in told and process.poll() is None: told += process.stderr.read(1)  # the progress bar has begun to move
+    process.send_signal(signal.SIGINT)
+    told += process.communicate(timeout=60)[1]
+    assert process.returncode == 0 and "what was recorded is kept" in told, told
+    assert len(TrainingBuffer.load(place / "cut")) > 0
+
+
 @pytest.mark.parametrize("name, args, told", [
     ("autowzry_train", ["--config", "nothing.yaml"], "nothing.yaml"),
     ("autowzry_train", ["--buffer", "nothing"], "nothing"),
@@ -136,6 +147,7 @@ def test_ctrl_c_keeps_the_checkpoint_and_says_how_to_resume(place):
     ("autowzry_record", ["out", "--seed", "-1"], "--seed"),
     ("autowzry_record", ["out", "--env", "ALE/Pongg-v5"], "Pong"),
     ("autowzry_record", ["out", "--env", "CartPole-v1"], "pictures"),
+    ("autowzry_record", ["out", "--env", "Pendulum-v1"], "Discrete"),
     ("autowzry_record", ["out", "--steps", "0"], "steps"),
     ("autowzry_record", ["out", "--size", "big"], "84x84"),
     ("autowzry_import", ["nothing", "out"], "nothing"),
