@@ -188,6 +188,7 @@ def save(self: History,
     lines = [f'{epoch},{step},{loss:.9g},{number(scale)},{int(skipped)}' for epoch, step, loss, scale, skipped in rows]
     run = {name: value for name, value in vars(self).items() if not isinstance(value, np.ndarray)}
     run |= {name: [None if math.isnan(value) else value for value in run[name]] for name in ('epoch_loss', 'epoch_scale')}
+    run['scores'] = {epoch: None if math.isnan(score) else score for epoch, score in self.scores.items()}
     with replacing(folder / 'history.csv') as beside: beside.write_text('\n'.join(['epoch,step,loss,scale,skipped', *lines, '']), encoding='utf-8', newline='')
     with replacing(folder / 'history.json') as beside: beside.write_text(json.dumps(run, indent=1) + '\n', encoding='utf-8', newline='')
 
@@ -205,7 +206,7 @@ def load(cls: History,
         steps = {'epoch': column('epoch', np.int32, int), 'loss': column('loss', np.float32, float),
             'scale': column('scale', np.float32, lambda text: float(text or 'nan')), 'step_skipped': column('skipped', bool, lambda text: text == '1')}
         run |= {name: [math.nan if value is None else value for value in run[name]] for name in ('epoch_loss', 'epoch_scale')}
-        return cls(**steps, **{**run, 'scores': {int(epoch): score for epoch, score in run['scores'].items()}})
+        return cls(**steps, **{**run, 'scores': {int(epoch): math.nan if score is None else score for epoch, score in run['scores'].items()}})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise HistoryFileError(f'{folder}: no history that can be read here (history.csv and history.json): {error}') from error
 

@@ -56,12 +56,17 @@ def test_help_explains_every_option(name):
         if words: assert len(words) > 3, f"not explained: {argument}"
 
 
-def test_train_on_a_buffer_writes_the_run_folder(place):
-    told = run("autowzry_train", "--buffer", "battles", "--config", "设置.yaml", "--battles", 4, "--out", "结果 1", cwd=place)
+@pytest.fixture(scope="module")
+def trained(place):
+    "What a short training printed; its run is in the folder `结果 1`."
+    return run("autowzry_train", "--buffer", "battles", "--config", "设置.yaml", "--battles", 4, "--out", "结果 1", cwd=place)
+
+
+def test_train_on_a_buffer_writes_the_run_folder(place, trained):
     folder = place / "结果 1"
     assert {file.name for file in folder.iterdir()} == {"config.yaml", "run.json", "checkpoint.pt", "model_best.pt", "model_last.pt", "history.csv", "history.json", "curves.png"}
-    assert "[Trainer] Init" in told and re.search(r"^  Epoch 1/2, Avg Loss: \d+\.\d{4}", told, flags=re.M)
-    for who in ("Random policy", "Recorded player", "Trained policy"): assert re.search(rf"^{who}: \d+\.\d% wins$", told, flags=re.M)
+    assert "[Trainer] Init" in trained and re.search(r"^  Epoch 1/2, Avg Loss: \d+\.\d{4}", trained, flags=re.M)
+    for who in ("Random policy", "Recorded player", "Trained policy"): assert re.search(rf"^{who}: \d+\.\d% wins$", trained, flags=re.M)
     assert load_model(folder / "model_best.pt").mode == "mini" and len(History.load(folder).loss) == 6
     assert Config.from_yaml(folder / "config.yaml").steps_per_epoch == 3
 
@@ -72,30 +77,29 @@ def test_options_win_over_the_settings_file(place):
     assert (config.num_epochs, config.use_amp, config.seed, config.device) == (1, False, 7, "cpu")
 
 
-def test_resume_goes_on_from_the_checkpoint(place):
-    run("autowzry_train", "--buffer", "battles", "--config", "设置.yaml", "--battles", 1, "--out", "run", cwd=place)
+def test_resume_goes_on_from_the_checkpoint(place, trained):
+    shutil.copytree(place / "结果 1", place / "run")
     told = run("autowzry_train", "--resume", "run", "--epochs", 3, "--battles", 1, cwd=place)
     assert "[Trainer] Resumed after epoch 2" in told and "num_epochs: 2 in the checkpoint, 3 in the config" in told
     assert len(History.load(place / "run").epoch_loss) == 3
 
 
-def test_a_run_is_not_written_over(place):
-    run("autowzry_train", "--buffer", "battles", "--config", "设置.yaml", "--epochs", 1, "--battles", 1, "--out", "kept", cwd=place)
-    before = (place / "kept" / "checkpoint.pt").read_bytes()
-    told = run("autowzry_train", "--buffer", "battles", "--out", "kept", cwd=place, code=1)
-    assert "holds a run already" in told and (place / "kept" / "checkpoint.pt").read_bytes() == before
-    settings = (place / "kept" / "config.yaml").read_bytes()
-    assert "cannot change" in run("autowzry_train", "--resume", "kept", "--mode", "full", cwd=place, code=1)
-    assert "cuda:77" in run("autowzry_train", "--resume", "kept", "--device", "cuda:77", cwd=place, code=1)
-    assert (place / "kept" / "config.yaml").read_bytes() == settings
+def test_a_run_is_not_written_over(place, trained):
+    files = lambda: {file.name: file.read_bytes() for file in (place / "结果 1").iterdir()}
+    before = files()
+    for options, told in [
+        (["--buffer", "battles", "--out", "结果 1"], "holds a run already"),
+        (["--resume", "结果 1", "--mode", "full"], "cannot change"),
+        (["--resume", "结果 1", "--device", "cuda:77"], "cuda:77"),
+    ]: assert told in run("autowzry_train", *options, cwd=place, code=1)
+    assert files() == before
 
 
-def test_a_trained_model_plays_and_records(place):
-    run("autowzry_train", "--buffer", "battles", "--config", "设置.yaml", "--epochs", 1, "--battles", 1, "--out", "player", cwd=place)
-    assert "wins over 3 battles" in run("autowzry_evaluate", "player", "--battles", 3, cwd=place)
-    run("autowzry_record", "played", "--policy", "player", "--steps", 20, cwd=place)
+def test_a_trained_model_plays_and_records(place, trained):
+    assert "wins over 3 battles" in run("autowzry_evaluate", "结果 1", "--battles", 3, cwd=place)
+    run("autowzry_record", "played", "--policy", "结果 1", "--steps", 20, cwd=place)
     assert len(TrainingBuffer.load(place / "played")) == 20
-    assert "9 actions" in run("autowzry_record", "pong", "--env", "ALE/Pong-v5", "--policy", "player", "--steps", 5, cwd=place, code=1)
+    assert "9 actions" in run("autowzry_record", "pong", "--env", "ALE/Pong-v5", "--policy", "结果 1", "--steps", 5, cwd=place, code=1)
 
 
 def test_screenshots_are_imported_and_trained_on(tmp_path):
