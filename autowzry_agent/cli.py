@@ -119,9 +119,7 @@ def autowzry_record(
             try: record(world, player, steps, episodes, seed=seed, buffer=buffer)
             except KeyboardInterrupt: print('\nStopped; what was recorded is kept.', file=sys.stderr)
         if not len(buffer): raise CommandError('nothing was recorded')
-        buffer.save(out)
-        print(f'{out}: {len(buffer):,} transitions in {len(buffer.battles):,} battles of {env}, frames of {"×".join(map(str, buffer.frame_shape))}')
-        print(f'Train on it: {_command("autowzry_train")} --buffer {_quoted(out)}')
+        _save_buffer(buffer, out)
 
 # %% ../nbs/08_cli.ipynb #record-helpers
 RECORDED_STEPS = 20_000
@@ -132,6 +130,13 @@ def _refuse_other_folder(out):
     folder = Path(out)
     if folder.exists() and not folder.is_dir(): raise CommandError(f'{out} is a file; give a folder')
     if folder.is_dir() and any(folder.iterdir()) and not (folder / 'buffer.json').exists(): raise CommandError(f'{out} is a folder with other files in it; give a new or empty one')
+
+
+def _save_buffer(buffer, out):
+    "Save a buffer and say what to do with it."
+    buffer.save(out)
+    print(f'{out}: {len(buffer):,} transitions in {len(buffer.battles):,} battles, frames of {"×".join(map(str, buffer.frame_shape))}, from {buffer.source}')
+    print(f'Train on it: {_command("autowzry_train")} --buffer {_quoted(out)}')
 
 
 def _quoted(path):
@@ -157,9 +162,7 @@ def autowzry_import(
         _at_least(1, actions=actions)
         _refuse_other_folder(out)
         buffer = TrainingBuffer.from_images(screenshots, _frame_shape(size, None), actions)
-        buffer.save(out)
-        print(f'{out}: {len(buffer):,} transitions in {len(buffer.battles):,} battles, frames of {"×".join(map(str, buffer.frame_shape))}')
-        print(f'Train on it: {_command("autowzry_train")} --buffer {_quoted(out)}')
+        _save_buffer(buffer, out)
 
 # %% ../nbs/08_cli.ipynb #run-config
 def _run_config(config, buffer, mode, amp, epochs, device, seed):

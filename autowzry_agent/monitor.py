@@ -116,7 +116,7 @@ def plot_scores(
     for (name, history), look in zip(named.items(), _looks(named.values())):
         if not history.scores: continue
         epochs, scores = list(history.scores), list(history.scores.values())
-        best = max(range(len(scores)), key=lambda at: (scores[at], at))
+        best = max(range(len(scores)), key=lambda at: (np.nan_to_num(scores[at], nan=-np.inf), at))
         ax.plot(epochs, scores, **look, marker='.', label=name)
         ax.plot(epochs[best], scores[best], 'o', markersize=10, markerfacecolor='none', color=look['color'])
     ax.set(title='Score (ring: the best model)', xlabel='epoch', ylabel='score')

@@ -362,7 +362,7 @@ def _train_epoch(self: Trainer, dataset, bar):
         self.history.add_steps(self.epoch + 1, loss, scale, made == 0)
         self._step += done
         self._seconds += time.perf_counter() - started
-    return self._step == steps
+    return self._step >= steps  # more, where the epochs have been made shorter since it was stopped
 
 # %% ../nbs/03_trainer.ipynb #epochs
 @patch

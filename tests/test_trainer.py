@@ -281,6 +281,16 @@ def test_stopped_in_the_middle_of_an_epoch_goes_on_with_the_next_batch(buffer, t
     assert_same_run(read_checkpoint(tmp_path / "checkpoint.pt"), whole)
 
 
+def test_epochs_made_shorter_than_what_is_done_of_one_go_on_with_the_next(buffer):
+    trainer, steps = Trainer(small_config(num_epochs=2), verbose=False), []
+    step = trainer.train_step
+    trainer.train_step = lambda batch: (steps.append(batch), len(steps) == 3 and trainer.stop(), step(batch))[2]
+    trainer.train(buffer)
+    trainer.config = trainer.config.replace(steps_per_epoch=2)
+    trainer.train(buffer)
+    assert trainer.epoch == 2 and trainer.history.epoch.tolist() == [1, 1, 1, 2, 2]
+
+
 def test_stop_before_the_training_is_not_lost(buffer):
     trainer = Trainer(small_config(), verbose=False)
     trainer.stop()
