@@ -755,6 +755,14 @@ def __getitem__(self:BufferDataset,
     "One transition, a `Batch` without the batch dimension."
     return Batch(*(values[0] for values in self.__getitems__([operator.index(i)])))
 
+# %% ../nbs/02_buffer.ipynb #frames-at
+@patch(as_prop=True)
+def frames_at(self:BufferDataset) -> str:
+    "Where the frames lie: `cpu`, `cuda:0` or another device, `pinned memory` on their way to one, or `disk`."
+    if isinstance(self._frames, np.ndarray): return 'disk'
+    if self._frames.device.type == self.device.type: return str(self._frames.device)
+    return 'pinned memory'
+
 # %% ../nbs/02_buffer.ipynb #num-batches
 @patch
 def num_batches(self:BufferDataset,
@@ -768,13 +776,29 @@ def num_batches(self:BufferDataset,
     if steps is not None: return _check_whole('steps', steps, 1)
     return len(self) // batch_size + (len(self) % batch_size > 1)
 
-# %% ../nbs/02_buffer.ipynb #batches
+# %% ../nbs/02_buffer.ipynb #indices
 @patch
 def _order(self:BufferDataset, seed, epoch, number):
     "The shuffled indices of one pass, from a generator of its own."
     order = np.random.default_rng([seed, epoch, number]).permutation(len(self))
     return torch.from_numpy(order).long().to(self._slots.device)
 
+@patch
+def indices(self:BufferDataset,
+    batch_size,  # transitions in a batch, 2 or more; the last of a pass may be smaller, but not one
+    seed,        # whole number from 0 on that settles the order
+    epoch,       # number of the epoch, from 0 on: each has an order of its own
+    steps=None,  # number of batches, in as many passes as that takes; None for one pass
+):
+    "Yield which transitions make up each batch, in shuffled order, the same for the same seed and epoch."
+    left = self.num_batches(batch_size, steps)
+    for number in itertools.count():
+        for index in self._order(seed, epoch, number).split(batch_size):
+            if len(index) < 2: continue
+            yield index
+            if (left := left - 1) == 0: return
+
+# %% ../nbs/02_buffer.ipynb #batches
 @patch
 def batches(self:BufferDataset,
     batch_size,  # transitions in a batch, 2 or more; the last of a pass may be smaller, but not one
@@ -783,9 +807,4 @@ def batches(self:BufferDataset,
     steps=None,  # number of batches, in as many passes as that takes; None for one pass
 ):
     "Yield batches in shuffled order, the same for the same seed and epoch."
-    left = self.num_batches(batch_size, steps)
-    for number in itertools.count():
-        for index in self._order(seed, epoch, number).split(batch_size):
-            if len(index) < 2: continue
-            yield self._gather(index)
-            if (left := left - 1) == 0: return
+    for index in self.indices(batch_size, seed, epoch, steps): yield self._gather(index)

@@ -45,6 +45,7 @@ class Config:
     grad_clip: float|None = 10.0 # largest norm of the gradient, above 0, or None for no clipping
     loss: str = 'huber' # loss between Q-values and targets: huber (an outlier pulls less) or mse
     evaluate_epochs: int = 1 # epochs between two evaluations, at least 1
+    on_divergence: str = 'stop' # when training diverges: stop, or fp32, which goes back to the last good state and on without AMP
     seed: int = 0 # seed of everything drawn at random, 0 to 2**63 - 1
     device: str = 'auto' # where to compute: auto (CUDA where there is one), cpu, cuda, or cuda:N with N from 0 to 99
 
@@ -149,6 +150,7 @@ _RULES = dict(
     grad_clip=_optional(_number('above 0', lambda x: x > 0), 'no clipping'),
     loss=_choice('huber', 'mse'),
     evaluate_epochs=_whole(1),
+    on_divergence=_choice('stop', 'fp32'),
     seed=_whole(0),
     device=_pattern('auto, cpu, cuda, or cuda:N with N from 0 to 99', r'auto|cpu|cuda(:(0|[1-9][0-9]?))?'),
 )

@@ -125,6 +125,12 @@ def read_torch_file(
     if not isinstance(contents, dict): raise ModelFileError(f'{path}: holds a {type(contents).__name__}, not a dict of tensors')
     return contents
 
+# %% ../nbs/01_model.ipynb #refuse-unsound
+def _refuse_unsound(state_dict, told):
+    "Stop at the first entry of a model that holds NaN or infinity."
+    for name, tensor in state_dict.items():
+        if not tensor.isfinite().all(): raise ModelFileError(f'{told}: {name} holds numbers that are not finite (NaN or infinity)')
+
 # %% ../nbs/01_model.ipynb #save-model
 MODEL_FILE = {'format': 'autowzry_agent.model', 'version': 1}
 
@@ -134,6 +140,7 @@ def save_model(
     path: str | os.PathLike,  # the file to write or replace, by custom with the ending `.pt`
 ):
     "Save a model with its size and shape, so that `load_model` needs nothing else."
+    _refuse_unsound(model.state_dict(), f'{path} was not written')
     shape = {'mode': model.mode, 'num_actions': model.num_actions, 'input_shape': list(model.input_shape)}
     save_atomically({**MODEL_FILE, **shape, 'state_dict': model.state_dict()}, path)
 
@@ -148,6 +155,7 @@ def _load_weights(model, state_dict, path):
     for name, tensor in state_dict.items():
         if tensor.shape != expected[name].shape:
             raise ModelFileError(f'{path}: {name} is {tuple(tensor.shape)}; a `{model.mode}` model with {model.num_actions} actions and {model.input_shape[0]} channels has {tuple(expected[name].shape)}')
+    _refuse_unsound(state_dict, path)
     model.load_state_dict(state_dict)
     return model
 

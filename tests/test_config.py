@@ -60,6 +60,7 @@ VALID = dict(
     grad_clip=st.none() | numbers(0, None, exclude_min=True),
     loss=st.sampled_from(["huber", "mse"]),
     evaluate_epochs=counts(1),
+    on_divergence=st.sampled_from(["stop", "fp32"]),
     seed=counts(0),
     device=st.sampled_from(["auto", "cpu", "cuda", "cuda:0", "cuda:17"]),
 )

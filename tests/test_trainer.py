@@ -90,11 +90,13 @@ assert trainer.scaler is None and not trainer.use_amp and trainer.config.use_amp
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_amp_on_cpu_computes_in_sixteen_bits(buffer, dtype):
     trainer = Trainer(small_config(**STUDY, amp_dtype=dtype), verbose=False)
-    seen = {}
+    training, acting = {}, {}
     for name, layer in trainer.model.named_modules():
-        if isinstance(layer, (torch.nn.Conv2d, torch.nn.Linear)): layer.register_forward_hook(lambda layer, inputs, output, name=name: seen.update({name: output.dtype}))
+        if isinstance(layer, (torch.nn.Conv2d, torch.nn.Linear)):
+            layer.register_forward_hook(lambda layer, inputs, output, name=name: (training if layer.training else acting).setdefault(name, set()).add(output.dtype))
     trainer.train(buffer)
-    assert len(seen) == 7 and set(seen.values()) == {getattr(torch, dtype)}
+    assert len(training) == 7 and all(types == {getattr(torch, dtype)} for types in training.values())
+    assert len(acting) == 7 and all(types == {torch.float32} for types in acting.values())
     for parameter in trainer.model.parameters(): assert parameter.dtype == torch.float32 and parameter.grad.dtype == torch.float32
     assert (type(trainer.scaler) is torch.amp.GradScaler) == (dtype == "float16")
 
