@@ -419,7 +419,7 @@ def _all_finite(tensors):
 def _trouble(self: Trainer, record=None, states=None):
     "What is wrong with the numbers, '' if nothing is; waits for the device once. `record` holds the last steps, `states` frames to act on."
     answers = {}
-    if record is not None and self.scaler is None: answers['the loss is not finite'] = record[0].isfinite().all()
+    if record is not None: answers['the loss is not finite'] = (record[0].isfinite() | (record[2] == 0)).all()
     if record is not None and self.scaler is not None: answers['the scale fell below 1'] = (record[1] >= 1).all()
     moments = [value for state in self.optimizer.state.values() for value in state.values()]
     parts = {'the weights': self.model.parameters(), "BatchNorm's running statistics": self.model.buffers(), "the optimizer's moments": moments}
@@ -444,7 +444,7 @@ def _check(self: Trainer, dataset, record, first, states=None):
     trouble = self._trouble(record, states)
     if not trouble: return
     loss, scale, made = record.cpu().numpy()
-    bad = ~np.isfinite(loss) if self.scaler is None else ~(scale >= 1)
+    bad = ~np.isfinite(loss) & (made == 1) | (scale < 1)
     at = int(bad.argmax()) if bad.any() else len(bad) - 1
     scales = [] if self.scaler is None else [value for value, _ in itertools.groupby(scale[:at + 1].tolist())][-6:]
     suspect = self._suspect(dataset, first + np.flatnonzero(~np.isfinite(loss) | (made == 0)))
