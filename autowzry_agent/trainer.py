@@ -283,6 +283,7 @@ class Trainer:
         self.precision, self._amp_refused = Precision(config, self.device), ''
         self.epoch, self.history = 0, History(precision=str(self.precision), machine=_machine(self.device))
         self._step, self._seconds = 0, 0.0  # of the epoch that is not finished
+        self._record, self._read, self._steps = None, 0, None  # the steps of this epoch on the device, how many of them were read, how many an epoch has
         self.best_score, self._best_weights = None, None
         self._stop = threading.Event()
         self._log('[Trainer] Init')
@@ -439,9 +440,11 @@ def _act(self: Trainer, states):
 
 # %% ../nbs/03_trainer.ipynb #check
 @patch
-def _check(self: Trainer, dataset, record, first, states=None):
-    "Raise `TrainingDiverged` if the numbers are not sound; `record` holds the steps since the last look, `first` the place of the first of them in the epoch."
+def _check(self: Trainer, dataset, first, states=None):
+    "Raise `TrainingDiverged` if the numbers are not sound; `first` is the step of the epoch at which the last look was."
+    record = self._record[:, first:self._step]
     trouble = self._trouble(record, states)
+    self.read_steps()
     if not trouble: return
     loss, scale, made = record.cpu().numpy()
     bad = ~np.isfinite(loss) & (made == 1) | (scale < 1)
@@ -545,29 +548,42 @@ def _go_on_without_amp(self: Trainer, diverged, batch_device):
 
 # %% ../nbs/03_trainer.ipynb #train-epoch
 @patch
-def _train_epoch(self: Trainer, dataset, bar):
-    "The steps of one epoch that are not done yet; their losses and scales stay on the device until the end. Returns whether it came to the end."
-    config, started, done, checked = self.config, time.perf_counter(), 0, 0
-    steps = dataset.num_batches(config.batch_size, config.steps_per_epoch)
-    record = torch.zeros(3, steps, device=self.device)
+def _train_epoch(self: Trainer, dataset, bar, on_step):
+    "The steps of one epoch that are not done yet; their losses and scales stay on the device. Returns whether it came to the end."
+    config, started, first = self.config, time.perf_counter(), self._step
     batches = dataset.batches(config.batch_size, config.seed, self.epoch + 1, config.steps_per_epoch)
+    self._record, self._read = torch.zeros(3, self._steps, device=self.device), first
     try:
-        for batch in itertools.islice(batches, self._step, None):
+        for batch in itertools.islice(batches, first, None):
             if self._stop.is_set(): break
-            record[0, done], record[2, done] = self.train_step(batch)
-            record[1, done] = self.precision.scale_now(self.device)
-            done += 1
+            at = self._step
+            self._record[0, at], self._record[2, at] = self.train_step(batch)
+            self._record[1, at] = self.precision.scale_now(self.device)
+            self._step += 1
             bar.update()
-            if done - checked == CHECK_STEPS:
-                self._check(dataset, record[:, checked:done], self._step + checked)
-                checked = done
-        if done: self._check(dataset, record[:, checked:done], self._step + checked, batch.states)
+            if (self._step - first) % CHECK_STEPS == 0: self._check(dataset, self._step - CHECK_STEPS)
+            if on_step: on_step()
+        if self._step > first: self._check(dataset, first + (self._step - first - 1) // CHECK_STEPS * CHECK_STEPS, batch.states)
     finally:
-        loss, scale, made = record[:, :done].cpu().numpy()
-        self.history.add_steps(self.epoch + 1, loss, scale, made == 0)
-        self._step += done
+        self.read_steps()
         self._seconds += time.perf_counter() - started
-    return self._step >= steps  # more, where the epochs have been made shorter since it was stopped
+    return self._step >= self._steps  # more, where the epochs have been made shorter since it was stopped
+
+
+@patch
+def read_steps(self: Trainer):
+    "Take over into the history what the steps since the last reading left on the device; on a GPU this waits for it."
+    if self._record is None: return
+    loss, scale, made = self._record[:, self._read:self._step].cpu().numpy()
+    self.history.add_steps(self.epoch + 1, loss, scale, made == 0)
+    self._read = max(self._read, self._step)
+
+
+@patch(as_prop=True)
+def progress(self: Trainer) -> tuple[int, int | None]:  # (steps done, steps in all); in all is None before the first training
+    "How far the whole run is, in steps."
+    if self._steps is None: return len(self.history.loss), None
+    return self.epoch * self._steps + self._step, self.config.num_epochs * self._steps
 
 # %% ../nbs/03_trainer.ipynb #dataset
 @patch
@@ -614,6 +630,7 @@ def sixteen_bits_work(
 def epochs(self: Trainer,
     buffer: TrainingBuffer | BufferDataset,  # the recorded battles, or what `dataset` made of them
     evaluate=None,  # a callable `evaluate(model) -> score`, more is better; called every `evaluate_epochs` epochs and after the last
+    on_step=None,  # a callable without arguments, called after every step; see `read_steps` and `progress`
 ):
     "Train epoch by epoch: a generator of `EpochResult`s that continues from `trainer.epoch`."
     dataset = buffer if isinstance(buffer, BufferDataset) else self.dataset(buffer)
@@ -622,7 +639,7 @@ def epochs(self: Trainer,
         self._settle_precision(states.device)
         if self.device.type == 'cuda': self._try_out(states)
     self.history.machine = _machine(self.device, dataset.frames_at)
-    return self._epochs(dataset, states, evaluate)
+    return self._epochs(dataset, states, evaluate, on_step)
 
 
 @patch
@@ -647,23 +664,23 @@ def _settle_precision(self: Trainer, batch_device):
 
 # %% ../nbs/03_trainer.ipynb #epochs-loop
 @patch
-def _epochs(self: Trainer, dataset, states, evaluate):
+def _epochs(self: Trainer, dataset, states, evaluate, on_step):
     "The loop behind `epochs`."
     if trouble := self._trouble(states=states): raise TrainingDiverged(trouble, self.epoch + 1, 0, advice=('load a model or a checkpoint from before it went wrong',))
-    steps = dataset.num_batches(self.config.batch_size, self.config.steps_per_epoch)
-    bar = tqdm(total=self.config.num_epochs * steps, initial=self.epoch * steps + self._step, unit='step', leave=False, disable=not self.verbose)
+    self._steps = dataset.num_batches(self.config.batch_size, self.config.steps_per_epoch)
+    bar = tqdm(total=self.progress[1], initial=self.progress[0], unit='step', leave=False, disable=not self.verbose)
     try:
         self._keep()
         self._log('\n[Train] Starting training...')
         if self.epoch and self.epoch not in self.history.scores: self._evaluate(evaluate)  # an evaluation that was interrupted
         while self.epoch < self.config.num_epochs:
             self.model.train()
-            try: finished = self._train_epoch(dataset, bar)
+            try: finished = self._train_epoch(dataset, bar, on_step)
             except TrainingDiverged as diverged:
                 self._go_back(diverged)
                 if self.config.on_divergence == 'stop' or not self.use_amp: raise
                 self._go_on_without_amp(diverged, states.device)
-                bar.n = self.epoch * steps + self._step
+                bar.n = self.progress[0]
                 continue
             except BaseException:
                 if trouble := self._trouble(): self._go_back(TrainingDiverged(trouble, self.epoch + 1, self._step))
@@ -726,11 +743,12 @@ def best_model(self: Trainer) -> LightweightDQN | None:
 # %% ../nbs/03_trainer.ipynb #train
 @patch
 def train(self: Trainer,
-    buffer: TrainingBuffer,  # the recorded battles; shape and number of actions must be the config's
+    buffer: TrainingBuffer | BufferDataset,  # the recorded battles, or what `dataset` made of them
     evaluate=None,  # a callable `evaluate(model) -> score`, more is better
+    on_step=None,  # a callable without arguments, called after every step
 ) -> History:
     "Train until `num_epochs` is reached or `stop` is called."
-    for _ in self.epochs(buffer, evaluate): pass
+    for _ in self.epochs(buffer, evaluate, on_step): pass
     return self.history
 
 

@@ -410,7 +410,7 @@ def test_an_epoch_waits_only_for_the_check(buffer, precision, extras):
             during[:] = seen
             return result
         with mock.patch.object(trainer, "train_step", counting): trainer.train(buffer)
-    assert len(steps) == 250 and during == ["tolist", "tolist"]  # after steps 100 and 200
+    assert len(steps) == 250 and during == ["tolist", "cpu", "numpy"] * 2  # after steps 100 and 200: sound or not, and what the steps left
 
 
 # Kills

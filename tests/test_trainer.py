@@ -293,6 +293,19 @@ def test_epochs_made_shorter_than_what_is_done_of_one_go_on_with_the_next(buffer
     assert trainer.epoch == 2 and trainer.history.epoch.tolist() == [1, 1, 1, 2, 2]
 
 
+def test_on_step_sees_the_run_as_far_as_it_is(buffer):
+    trainer, seen = Trainer(small_config(), verbose=False), []
+    def look():
+        trainer.read_steps()
+        seen.append((trainer.progress, len(trainer.history.loss), trainer.history.epoch[-1]))
+    assert trainer.progress == (0, None)
+    trainer.train(buffer, on_step=look)
+    assert seen == [((step, 12), step, (step + 3) // 4) for step in range(1, 13)]
+    whole = Trainer(small_config(), verbose=False).train(buffer)
+    np.testing.assert_array_equal(trainer.history.loss, whole.loss)
+    assert trainer.history.epoch_loss == whole.epoch_loss
+
+
 def test_stop_before_the_training_is_not_lost(buffer):
     trainer = Trainer(small_config(), verbose=False)
     trainer.stop()
