@@ -17,7 +17,7 @@ from autowzry_agent.config import Config, default_config_path
 from autowzry_agent.model import load_model
 from autowzry_agent.trainer import History, read_checkpoint
 
-COMMANDS = "autowzry_train", "autowzry_record", "autowzry_import", "autowzry_evaluate"
+COMMANDS = "autowzry_train", "autowzry_record", "autowzry_import", "autowzry_evaluate", "autowzry_compare"
 
 
 # Every warning is an error, but for those of two libraries that open their own files without an encoding.
@@ -66,6 +66,7 @@ def test_train_on_a_buffer_writes_the_run_folder(place, trained):
     folder = place / "结果 1"
     assert {file.name for file in folder.iterdir()} == {"config.yaml", "run.json", "checkpoint.pt", "model_best.pt", "model_last.pt", "history.csv", "history.json", "curves.png"}
     assert "[Trainer] Init" in trained and re.search(r"^  Epoch 1/2, Avg Loss: \d+\.\d{4}", trained, flags=re.M)
+    assert re.search(r"^No problem found: .*\n(.*\n)*\n(GOOD|NOTE): ", trained, flags=re.M)
     for who in ("Random policy", "Recorded player", "Trained policy"): assert re.search(rf"^{who}: \d+\.\d% wins$", trained, flags=re.M)
     assert load_model(folder / "model_best.pt").mode == "mini" and len(History.load(folder).loss) == 6
     assert Config.from_yaml(folder / "config.yaml").steps_per_epoch == 3
@@ -82,6 +83,21 @@ def test_resume_goes_on_from_the_checkpoint(place, trained):
     told = run("autowzry_train", "--resume", "run", "--epochs", 3, "--battles", 1, cwd=place)
     assert "[Trainer] Resumed after epoch 2" in told and "num_epochs: 2 in the checkpoint, 3 in the config" in told
     assert len(History.load(place / "run").epoch_loss) == 3
+
+
+@pytest.mark.parametrize("amp", [[], ["amp_on_cpu"]], ids=["FP32", "FP16"])
+def test_a_run_that_diverges_leaves_its_last_good_state_and_can_go_on(place, amp):
+    name = f"hopeless {len(amp)}"
+    hopeless = Config.from_yaml(place / "设置.yaml").replace(learning_rate=1e20, use_amp=bool(amp), amp_on_cpu=bool(amp), device="cpu")
+    hopeless.save_yaml(place / f"{name}.yaml")
+    done = subprocess.run(command("autowzry_train", "--buffer", "battles", "--config", f"{name}.yaml", "--battles", 1, "--out", name), cwd=place, capture_output=True, text=True, encoding="utf-8", env=STRICT)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and "Traceback" not in done.stderr and last.startswith("autowzry_train: Training diverged in epoch 1"), done.stderr
+    assert "PROBLEM: diverged" in done.stdout and "--resume" in done.stdout and "1e+20 to 5e+19" in last
+    for file in ("model_last.pt", "curves.png", "history.csv", "run.json"): assert (place / name / file).exists()
+    assert all(value.isfinite().all() for value in load_model(place / name / "model_last.pt").state_dict().values())
+    hopeless.replace(learning_rate=1e-4).save_yaml(place / name / "config.yaml")
+    assert "Trained policy" in run("autowzry_train", "--resume", name, cwd=place)
 
 
 def test_a_run_is_not_written_over(place, trained):

@@ -17,7 +17,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "autowzry_agent"
 SCRIPTS = Path(sysconfig.get_path("scripts"))
-COMMANDS = {"autowzry_train", "autowzry_record", "autowzry_import", "autowzry_evaluate"}
+COMMANDS = {"autowzry_train", "autowzry_record", "autowzry_import", "autowzry_evaluate", "autowzry_compare"}
 SHIPPED_SETTINGS = {"agent.config.yaml", "lane.config.yaml"}
 
 MAY_IMPORT = {
