@@ -31,7 +31,7 @@ setup(
     package_data={"autowzry_agent": ["*.yaml"]},
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
-    extras_require={"dev": cfg["dev_requirements"].split(), "atari": cfg["atari_requirements"].split()},
+    extras_require={"dev": cfg["dev_requirements"].split(), "atari": cfg["atari_requirements"].split(), "voila": cfg["voila_requirements"].split()},
     entry_points={
         "console_scripts": cfg["console_scripts"].split(),
         "nbdev": [f"{cfg['lib_path']}={cfg['lib_path']}._modidx:d"],

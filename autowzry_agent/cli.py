@@ -26,7 +26,7 @@ from .buffer import BufferDataError, TrainingBuffer
 from .compare import _asked, compare_precision
 from .config import Config, ConfigError, default_config_path, replacing
 from .environment import LANE_ID, EnvironmentSetupError, evaluate, make_env, model_policy, random_policy, record, scripted_policy
-from .model import ModelFileError, load_model, save_model
+from .model import ModelFileError, load_model
 from .monitor import diagnose, plot_history
 from .trainer import DeviceSetupError, HistoryFileError, Trainer, TrainingDiverged, read_checkpoint, resolve_device
 
@@ -296,7 +296,7 @@ def _write_run(out, run):
 def _write_results(out, trainer):
     "The models, the history and its picture."
     trainer.save_model(out / 'model_last.pt')
-    if trainer.best_model is not None: save_model(trainer.best_model, out / 'model_best.pt')
+    if trainer.best_model is not None: trainer.save_model(out / 'model_best.pt', best=True)
     trainer.history.save(out)
     plot_history(trainer.history).savefig(out / 'curves.png', dpi=150)
 
@@ -367,7 +367,7 @@ def autowzry_compare(
         if held is None: held = _record_lane(settings, settings.seed)
         comparison = _compared(held, settings, seeds, names, battles)
         comparison.save(out)
-        print(f'\n{comparison.table()}\n\nFigure: {out / "comparison.png"}\n\n{comparison.verdict()}')
+        print(f'\nFigure: {out / "comparison.png"}\n\n{comparison}')
         if comparison.interrupted: raise KeyboardInterrupt
 
 # %% ../nbs/08_cli.ipynb #compare-helpers

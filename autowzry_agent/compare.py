@@ -156,14 +156,20 @@ class _Runner:
         else: self.run.moved.append(weight_distance(self.first, self.trainer.model))
 
 # %% ../nbs/07_compare.ipynb #runner-end
+def _score(evaluate, model):
+    "What a model scores; None where that is no number."
+    score = float(evaluate(model))
+    return None if math.isnan(score) else score
+
+
 @patch
 def finish(self: _Runner, evaluate):
     "Judge the models and write down what the trainer knows."
     run, history = self.run, self.trainer.history
     if evaluate is not None and not run.diverged:
-        run.last_score = float(evaluate(self.trainer.model))
-        if self.trainer.best_model is not None: run.best_score = float(evaluate(self.trainer.best_model))
-    run.in_effect, run.skipped, run.history = history.precision, history.skipped, history
+        run.last_score = _score(evaluate, self.trainer.model)
+        if self.trainer.best_model is not None: run.best_score = _score(evaluate, self.trainer.best_model)
+    run.in_effect, run.skipped, run.history = history.precision, int((history.step_skipped & ~history.abandoned).sum()), history
     run.epoch_loss, run.epoch_scale, run.epoch_seconds = list(history.epoch_loss), list(history.epoch_scale), list(history.epoch_seconds)
     run.steps = int((history.epoch == 1).sum())
     if self.device.type == 'cuda': run.peak_bytes = self.peak
@@ -227,6 +233,7 @@ def _asked(precisions, device):
     asked = [precisions] if isinstance(precisions, str) else list(precisions)
     for name in asked:
         if name not in PRECISIONS: raise ConfigError(f'precisions: {name!r} is not known; allowed are {", ".join(PRECISIONS[:-1])} and {PRECISIONS[-1]}')
+    if set(asked) <= {'fp32'}: raise ConfigError('precisions: there is nothing to compare fp32 with; name float16, bfloat16 or both')
     return list(dict.fromkeys(['fp32', *asked]))
 
 
@@ -262,7 +269,10 @@ def compare_precision(
     names = _asked(precisions, device)
     if not seeds or len(set(seeds)) < len(seeds): raise ConfigError(f'seeds are {seeds}; allowed are one or more numbers, all different')
     comparison, say = Comparison(config.as_dict(), [], score_name=score_name), tqdm.write if verbose else lambda line: None
-    dataset = Trainer(precision_config(config, 'fp32', seeds[0]), verbose=False).dataset(buffer)
+    first = Trainer(precision_config(config, 'fp32', seeds[0]), verbose=False)
+    dataset = first.dataset(buffer)
+    first.train_step(next(dataset.batches(config.batch_size, 0, 0)))  # what CUDA sets up for its first multiplications is charged to no run
+    del first
     steps = dataset.num_batches(config.batch_size, config.steps_per_epoch)
     say(f'[Compare] {", ".join(names)} on {device}: {_several(len(seeds), "seed")}, {_several(config.num_epochs, "epoch")} of {_several(steps, "step")}, batches of {config.batch_size}')
     with tqdm(total=len(seeds) * len(names) * config.num_epochs, unit='epoch', leave=False, disable=not verbose) as bar:
@@ -380,6 +390,7 @@ def _about_score(self: Comparison, precision):
     mean, low, high = mean_interval(differences)
     if len(differences) == 1: return f'the {self.score_name} differs by {mean:+.3f} in the only seed, which proves nothing'
     if not any(differences): return f'the {self.score_name} is the same in all {len(differences)} seeds'
+    if low == high: return f'the {self.score_name} differs by {mean:+.3f} in all {len(differences)} seeds, which is too coarse to judge'
     told = f'({mean:+.3f}, 95% interval {low:+.3f} to {high:+.3f} over {len(differences)} seeds)'
     return f'the {self.score_name} is {"lower" if high < 0 else "higher"} {told}' if high < 0 or low > 0 else f'no difference is seen in the {self.score_name} {told}'
 
@@ -413,7 +424,8 @@ def _about_gains(self: Comparison, precision):
     low, median, high = np.quantile(ratios := self.speed_ratios(precision), (0.25, 0.5, 0.75))
     peak, reference = (max(run.peak_bytes for run in runs) for runs in zip(*((run, fp32) for fp32, run in self.pairs(precision))))
     faster, slower, smaller = low > 1 + WORTHWHILE, high < 1 - WORTHWHILE, peak < reference * (1 - WORTHWHILE)
-    worse = bool(differences := self.differences(precision)) and mean_interval(differences)[2] < 0
+    _, lowest, highest = mean_interval(self.differences(precision) or [0])
+    worse = lowest < highest < 0
     pays = 'does not pay' if worse or not (faster or smaller) else 'pays' if faster else 'pays in memory only' if not slower else 'pays in memory only and costs speed'
     return f'{pays} here: {median:.2f} times the speed of FP32 (middle half of {len(ratios)} pairs of epochs: {low:.2f} to {high:.2f}) and {peak / reference:.2f} times its peak memory; {self._about_score(precision)}'
 

@@ -505,15 +505,15 @@ def _restore(self: Trainer, saved):
     if self.target_model is not None: self.target_model.load_state_dict(saved['target_model'] or saved['model'])
     self.optimizer.load_state_dict(_copied(saved['optimizer']))  # it keeps the tensors it is given and changes them
     for group in self.optimizer.param_groups: group['lr'] = self.config.learning_rate
-    self._load_scaler(saved['scaler'])
+    self._load_scaler(saved['scaler'], saved['config']['init_scale'])
     self.epoch, self._step, self._seconds = saved['epoch'], saved['step'], saved['seconds']
     self.best_score, self._best_weights = saved['best_score'], saved['best_weights']
 
 
 @patch
-def _load_scaler(self: Trainer, state):
-    "The scaler's state with the config's settings; a checkpoint without a scaler starts a fresh one."
-    if self.scaler is None: return
+def _load_scaler(self: Trainer, state, init_scale):
+    "The scaler's state with the config's settings; a checkpoint without a scaler, or with another `init_scale`, starts a fresh one."
+    if self.scaler is None or state and init_scale != self.config.init_scale: return
     if not state: return self._log(f'  The checkpoint has no scaler (FP32): a fresh one starts at {self.config.init_scale:.0f}')
     if not 1 <= state['scale'] < math.inf: return self._log(f'  The checkpoint has a scale of {state["scale"]:g}, which is of no use: a fresh scaler starts at {self.config.init_scale:.0f}')
     settings = {name: getattr(self.config, name) for name in ('growth_factor', 'backoff_factor', 'growth_interval')}
@@ -537,6 +537,8 @@ def _go_back(self: Trainer, diverged):
     diverged.kept = f'The model is back at {where}{on_disk}.'
     text = f'Diverged in epoch {diverged.epoch} at step {diverged.step}: {diverged.what}; back at {where}'
     self.history.events.append({'epoch': diverged.epoch, 'first_step': first_step, 'last_step': len(self.history.loss), 'text': text})
+    self._good['history'] = _copied(vars(self.history))  # what happened is kept as well
+    if self.folder: save_atomically(self._good, self.folder / 'checkpoint.pt')
     self._log(f'[Train] {text}')
 
 
@@ -672,7 +674,7 @@ def _epochs(self: Trainer, dataset, states, evaluate, on_step):
     try:
         self._keep()
         self._log('\n[Train] Starting training...')
-        if self.epoch and self.epoch not in self.history.scores: self._evaluate(evaluate)  # an evaluation that was interrupted
+        if self.epoch and self.epoch not in self.history.scores and self._evaluate(evaluate) is not None: self._keep()  # an evaluation that was interrupted
         while self.epoch < self.config.num_epochs:
             self.model.train()
             try: finished = self._train_epoch(dataset, bar, on_step)
@@ -761,9 +763,12 @@ def stop(self: Trainer):
 @patch
 def save_model(self: Trainer,
     path: str | os.PathLike,  # the file to write or replace
+    best: bool = False,  # the model at its best score, and not as it is now
 ):
-    "Save the model as it is now, without what training needs beside it."
-    save_model(self.model, path)
+    "Save the model, without what training needs beside it."
+    model = self.best_model if best else self.model
+    if model is None: raise ModelFileError(f'{path} was not written: no evaluation has found a best model yet')
+    save_model(model, path)
 
 
 @patch
@@ -803,8 +808,9 @@ def load_checkpoint(self: Trainer,
     "Take over everything from a checkpoint; where its config differs from the trainer's, the trainer's holds and the log says so."
     saved = read_checkpoint(path)
     self._compare_configs(saved['config'], path)
-    # Without AMP where an earlier part of the run went on without it, unless the config no longer allows that.
-    self._amp_refused = saved.get('amp_refused', '') if self.config.on_divergence == 'fp32' else ''
+    # Without AMP where an earlier part of the run went on without it, unless the config was changed to try again.
+    same = all(saved['config'].get(name) == value for name, value in self.config.as_dict().items() if name in ('learning_rate', 'amp_dtype', 'init_scale', 'loss', 'on_divergence'))
+    self._amp_refused = saved.get('amp_refused', '') if same and self.config.on_divergence == 'fp32' else ''
     self._settle_precision(self.device)
     self._restore(saved)
     history = {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in saved['history'].items()}

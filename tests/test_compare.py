@@ -74,6 +74,7 @@ def test_all_runs_of_a_seed_see_the_same_batches(buffer, monkeypatch):
         return train_step(self, batch)
     monkeypatch.setattr(Trainer, "train_step", spied)
     compare_precision(small_config(), buffer, (0, 1), ("float16", "bfloat16"), verbose=False)
+    seen[0, False].pop(0)  # a step that warms up the device and belongs to no run
     assert len(seen) == 6 and all(len(batches) == 12 for batches in seen.values())
     for seed in (0, 1):
         for precision in ("float16", "bfloat16"):
@@ -110,6 +111,7 @@ def test_one_seed_at_a_time_and_one_copy_of_the_frames(buffer, monkeypatch):
 @pytest.mark.parametrize("changes, told", [
     ({"precisions": ["float16", "fp8"]}, "'fp8' is not known; allowed are fp32, float16 and bfloat16"),
     ({"precisions": "half"}, "'half' is not known"),
+    ({"precisions": "fp32"}, "nothing to compare fp32 with"),
     ({"seeds": []}, "one or more numbers, all different"),
     ({"seeds": [1, 1]}, "all different"),
     ({"seeds": [-1]}, "seed is -1"),
@@ -202,6 +204,11 @@ def test_scores_are_those_of_the_last_and_of_the_chosen_model(buffer, comparison
     assert [(run.last_score, run.best_score, run.score) for run in without.runs] == [(1.0, None, 1.0)] * 2
 
 
+def test_a_score_that_is_no_number_counts_as_none(buffer):
+    found = compare_precision(small_config(num_epochs=1, steps_per_epoch=1), buffer, [0], evaluate=lambda model: math.nan, verbose=False)
+    assert [run.score for run in found.runs] == [None, None] and "policies were not judged" in found.verdict()
+
+
 # Divergence and interruption
 
 def test_a_precision_that_diverges_is_reported_and_the_others_go_on(buffer):
@@ -214,6 +221,7 @@ def test_a_precision_that_diverges_is_reported_and_the_others_go_on(buffer):
         assert not fp32.diverged and len(fp32.epoch_loss) == 3 and fp32.score == 0.5
         assert "the scale fell below 1" in amp.diverged and amp.score is None and len(amp.epoch_loss) < 3
     assert "float16 diverged with 2 of 2 seeds (seed 0, 1)" in found.verdict()
+    for run in found.runs: assert 0 <= run.skipped <= run.steps * len(run.epoch_loss)
     assert "float16, seed 1: Training diverged in epoch" in str(found) and re.search(r"runs diverged +\| 0 of 2 +\| 2 of 2 ", found.table())
     assert found.figure()._repr_png_()
 
@@ -255,6 +263,7 @@ def made_up(fp32_seconds, amp_seconds, fp32_peak=1000, amp_peak=1000, fp32_score
     ((2, 1, 1000, 1000, (0.9, 0.9, 0.9), (0.9, 0.8, 0.95)), "float16 pays here: 2.00 times the speed of FP32 (middle half of 9 pairs of epochs: 2.00 to 2.00) and 1.00 times its peak memory; no difference is seen in the score (-0.017, 95% interval -0.206 to +0.173 over 3 seeds)."),
     ((2, 1, 1000, 1000, (0.7, 0.7, 0.7), (0.8, 0.9, 0.85)), "the score is higher (+0.150"),
     ((2, 1, 1000, 1000, (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)), "the score is the same in all 3 seeds."),
+    ((2, 1, 1000, 1000, (1.0, 1.0, 1.0), (0.75, 0.75, 0.75)), "float16 pays here: 2.00 times the speed of FP32 (middle half of 9 pairs of epochs: 2.00 to 2.00) and 1.00 times its peak memory; the score differs by -0.250 in all 3 seeds, which is too coarse to judge."),
 ])
 def test_the_verdict_of_a_card(numbers, told):
     assert told in made_up(*numbers).verdict() and made_up(*numbers).verdict().count(".") - len(re.findall(r"\d\.\d", made_up(*numbers).verdict())) == 1
@@ -321,7 +330,7 @@ def place(tmp_path_factory, buffer):
 def test_the_command_prints_table_figure_and_verdict(place):
     told = run("--config", "small.yaml", "--buffer", "battles", "--seeds", 2, "--battles", 2, "--precisions", "float16, bfloat16", "--out", "out", cwd=place)
     assert "[Compare] fp32, float16, bfloat16 on cpu: 2 seeds, 2 epochs of 3 steps, batches of 4" in told and "amp_on_cpu" in told
-    table, figure, verdict = told.strip().split("\n\n")[-3:]
+    figure, table, verdict = told.strip().split("\n\n")[-3:]
     assert table.startswith("| ") and "win rate over 2 battles, best model" in table
     assert (place / figure.removeprefix("Figure: ")).read_bytes().startswith(b"\x89PNG") and verdict.startswith("On a CPU the speed figures mean nothing")
     assert str(Comparison.load(place / "out")).split("\n\n") == [table, verdict]

@@ -306,6 +306,47 @@ def test_a_resumed_fallback_stays_without_amp(recorded, tmp_path, capsys):
     assert strict.use_amp and strict.scaler.get_scale() == 65536
 
 
+@pytest.mark.parametrize("change", [{"learning_rate": 1e-4}, {"amp_dtype": "bfloat16"}, {"loss": "huber"}])
+def test_a_fallback_tries_amp_again_when_its_settings_were_changed(recorded, tmp_path, change):
+    config = fallback_config(num_epochs=1)
+    Trainer(config, folder=tmp_path, verbose=False).train(gold(recorded))
+    for changes, expected in (({}, False), (change, True)):
+        trainer = Trainer(config.replace(num_epochs=2, **changes), verbose=False)
+        trainer.load_checkpoint(tmp_path / "checkpoint.pt")
+        assert trainer.use_amp is expected
+
+
+def test_a_resumed_run_knows_what_went_wrong_before(buffer, tmp_path):
+    config = small_config(num_epochs=2, steps_per_epoch=5)
+    with pytest.raises(TrainingDiverged): Trainer(config.replace(learning_rate=1e20), folder=tmp_path, verbose=False).train(buffer)
+    trainer = Trainer(config, verbose=False)
+    trainer.load_checkpoint(tmp_path / "checkpoint.pt")
+    history = trainer.train(buffer)
+    thrown = int(history.abandoned.sum())
+    assert len(history.events) == 1 and 0 < thrown == history.events[0]["last_step"] and len(history.loss) == thrown + 10
+    straight = Trainer(config, verbose=False).train(buffer)
+    np.testing.assert_array_equal(history.loss[thrown:], straight.loss)
+
+
+def test_a_changed_init_scale_is_where_a_resumed_scaler_starts(buffer, tmp_path):
+    config = small_config(**STUDY, num_epochs=2, steps_per_epoch=3)
+    Trainer(config.replace(num_epochs=1), folder=tmp_path, verbose=False).train(buffer)
+    for changes, expected in (({}, 65536), ({"init_scale": 1024}, 1024)):
+        trainer = Trainer(config.replace(**changes), verbose=False)
+        trainer.load_checkpoint(tmp_path / "checkpoint.pt")
+        assert trainer.scaler.get_scale() == expected
+
+
+def test_the_best_model_of_an_evaluation_made_up_for_survives_a_divergence(recorded, buffer):
+    config = small_config(num_epochs=2, steps_per_epoch=5)
+    trainer = Trainer(config, verbose=False)
+    def interrupted(model): raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): trainer.train(recorded, interrupted)
+    set_reward(buffer, slice(None), math.nan)
+    with pytest.raises(TrainingDiverged): trainer.train(buffer, lambda model: 1.0)
+    assert trainer.history.scores == {1: 1.0} and trainer.best_score == 1.0 and trainer.best_model is not None
+
+
 def test_fp32_that_diverges_too_ends_in_the_error(buffer, lane, tmp_path):
     trainer = Trainer(small_config(**STUDY, on_divergence="fp32", learning_rate=1e20), folder=tmp_path, verbose=False)
     with pytest.raises(TrainingDiverged) as told: trainer.train(buffer)

@@ -188,6 +188,27 @@ def test_a_run_that_went_on_without_amp_says_so(fallback):
     assert one.level == "note" and "on in FP32" in one.text and "the scale fell below 1" in one.evidence and "diverged" in found("amp not in effect", history, config).text
 
 
+def test_a_run_that_diverged_in_fp32_as_well_ended_in_a_problem(buffer):
+    config = small_config(**STUDY, on_divergence="fp32", learning_rate=1e20)
+    history = run(config, buffer)
+    assert len(history.events) == 2 and history.precision.startswith("False (AMP diverged")
+    assert diagnose(history, config)[0][:2] == ("diverged", "problem")
+
+
+def test_a_run_of_skipped_steps_alone_is_a_problem(buffer):
+    config = small_config(**STUDY, num_epochs=1, steps_per_epoch=10, loss="mse")
+    history = run(config, with_rewards(buffer, lambda rewards: np.full_like(rewards, 1e30)))
+    one = found("skipped steps", history, config)
+    assert history.skipped == 10 and one.level == "problem" and "nothing has been learned" in one.text
+
+
+def test_a_scale_that_grew_and_was_halved_long_after_is_ranging(healthy):
+    "Growths are rare at the usual interval: this shape takes 4,100 steps, so it is written into a real history."
+    scale = np.repeat(np.float32([65536, 131072, 65536]), [2000, 150, 1950])
+    history = replace(healthy[0], epoch=np.ones(4100, np.int32), loss=np.ones(4100, np.float32), scale=scale, step_skipped=np.arange(4100) == 2150, precision="True (FP16 mixed precision)")
+    assert "scale ranging" in kinds(history, healthy[1].replace(use_amp=True))
+
+
 def test_thrown_away_steps_are_hatched_and_left_out_of_the_average(fallback):
     history, _ = fallback
     left, right = plot_history(history).axes
