@@ -130,14 +130,14 @@ def test_two_hundred_drawings_leak_nothing(open_dashboard):
     process, dashboard = psutil.Process(), open_dashboard()
     dashboard.start()
     dashboard.wait()
-    for _ in range(100): dashboard.draw(("scale",))  # what is kept once and for all
+    for _ in range(100): dashboard.draw()  # Python and the allocator take their room once: 30 MB in the first hundred, and 2 MB in the next
     gc.collect()
     figures = lambda: [type(each) for each in gc.get_objects()].count(Figure)
     kept, memory = figures(), process.memory_info().rss
     for _ in range(100):
         for kind in ("loss", "scale"): dashboard.draw((kind,))
     gc.collect()
-    assert process.memory_info().rss - memory < 20 * 2**20
+    assert process.memory_info().rss - memory < 10 * 2**20
     assert figures() == kept
 
 
