@@ -9,6 +9,7 @@ __all__ = ['CONTROLS', 'USE_AMP', 'CHOICES', 'DRAWING_SHARE', 'PROGRESS_SECONDS'
 # %% ../nbs/05_dashboard.ipynb #imports
 import contextlib
 import copy
+import ctypes
 import html
 import math
 import os
@@ -403,6 +404,12 @@ def draw(self: Dashboard,
     with self._lock:
         for kind in kinds: self._images[kind].value = _draw(self.runs, kind, self._smoothing.value, self._log_scale.value)
 
+# %% ../nbs/05_dashboard.ipynb #free-cores
+def _free_cores():
+    "Send the OpenMP helpers of this thread home, so that another thread has the cores to itself. With other libraries than GNU's there is nothing to do."
+    for library in (Path(torch.__file__).parent / 'lib').glob('libgomp*'):
+        with contextlib.suppress(OSError, AttributeError): ctypes.CDLL(str(library), mode=os.RTLD_NOLOAD).omp_pause_resource_all(1)
+
 # %% ../nbs/05_dashboard.ipynb #start
 @patch
 def start(self: Dashboard) -> TrainingRun:
@@ -429,6 +436,7 @@ def _begin(self: Dashboard, run):
     if run not in self.runs: self.runs.append(run)
     self.selected, run.state, run.error = run, 'running', ''
     _at_work.add(self)
+    _free_cores()
     self._thread = threading.Thread(target=self._work, args=(run,), name='autowzry dashboard', daemon=True)
     self._thread.start()
     self._show_all()

@@ -1,6 +1,7 @@
 """The dashboard without a browser: its threads, its memory, what it says, and what it does not lose."""
 import gc
 import os
+import sys
 import threading
 import time
 
@@ -124,6 +125,16 @@ def test_ten_cycles_leave_threads_figures_and_memory_as_they_were(open_dashboard
     for _ in range(10): cycle()
     assert state() == before
     assert process.memory_info().rss - memory < 40 * 2**20, "a trainer of this size takes 10 MB, so ten of them would be 100"
+
+
+@pytest.mark.skipif(sys.platform != "linux" or torch.get_num_threads() < 2, reason="only GNU's OpenMP on several cores has helpers to send home")
+def test_starting_leaves_the_cores_to_the_training(open_dashboard):
+    dashboard = open_dashboard(num_epochs=1000)
+    torch.rand(2048, 2048) @ torch.rand(2048, 2048)
+    before = psutil.Process().num_threads()
+    run = dashboard.start()
+    while run.progress[0] < 3: time.sleep(0.05)
+    assert psutil.Process().num_threads() == before + 1  # the thread that trains; its helpers have taken the place of this one's
 
 
 def test_two_hundred_drawings_leak_nothing(open_dashboard):
